@@ -1,0 +1,1 @@
+"""Configs: dataclasses that validate themselves. Imports nothing else of multirate."""

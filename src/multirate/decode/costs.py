@@ -1,0 +1,142 @@
+"""How many tokens to draft: measured step costs against acceptance seen so far.
+
+Drafting k tokens and verifying them costs `k * draft + verify(k + 1)` seconds and yields
+1 + a_1 + a_1 a_2 + ... tokens. The best k follows from the costs of this machine and the acceptance of
+this text; k = 0 is plain decoding, so drafting stops by itself where it does not pay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Measured seconds of one step for a given number of rows.
+
+    Attributes:
+        verify: seconds of a pass over n positions a row, for n = 1, 2, ...
+        draft: seconds of one draft step.
+    """
+
+    verify: tuple[float, ...]
+    draft: float
+
+    def cycle(self, k: int) -> float:
+        """Seconds of drafting k tokens and verifying them; `cycle(0)` is a plain step."""
+        return k * self.draft + self.verify[k]
+
+
+def measure_costs(
+    verify: Callable[[int], None],
+    draft: Callable[[], None],
+    *,
+    max_drafts: int,
+    synchronize: Callable[[], None],
+    repeats: int = 5,
+) -> StepCosts:
+    """Time verify passes of 1 .. max_drafts + 1 positions and one draft step; medians.
+
+    Every second size is measured; those between are interpolated. Rounds are interleaved so that a
+    slow moment of the machine hits all sizes alike.
+    """
+    sizes = sorted({1, *range(2, max_drafts + 2, 2), max_drafts + 1})
+    jobs: list[Callable[[], None]] = [lambda n=n: verify(n) for n in sizes]  # type: ignore[misc]
+    jobs.append(draft)
+    seconds: list[list[float]] = [[] for _ in jobs]
+    for round_ in range(repeats + 1):
+        for job, times in zip(jobs, seconds, strict=True):
+            synchronize()
+            start = time.perf_counter()
+            job()
+            synchronize()
+            if round_ > 0:  # the first round warms up
+                times.append(time.perf_counter() - start)
+    medians = [median(times) for times in seconds]
+    known = dict(zip(sizes, medians[:-1], strict=True))
+    verify_costs = []
+    for n in range(1, max_drafts + 2):
+        below = max(s for s in sizes if s <= n)
+        above = min(s for s in sizes if s >= n)
+        share = (n - below) / (above - below) if above > below else 0.0
+        verify_costs.append(known[below] * (1 - share) + known[above] * share)
+    return StepCosts(tuple(verify_costs), medians[-1])
+
+
+# Seen drafts fade with this factor a cycle, so the estimate follows the text, and falls back to the
+# prior while nothing is drafted: drafting that was stopped is tried again after a while.
+FADE = 0.98
+PRIOR_WEIGHT = 8.0  # drafts that the prior counts as
+DEFAULT_PRIOR = 0.4
+
+
+class DraftLength:
+    """Chooses the number of drafts before each cycle and learns from the outcome.
+
+    Args:
+        costs: measured on this device; None with `fixed`.
+        max_drafts: upper limit.
+        prior: the accelerator's held-out acceptance of draft i given those before it.
+        fixed: always this many drafts, whatever they cost.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts | None,
+        *,
+        max_drafts: int,
+        prior: Sequence[float] = (),
+        fixed: int | None = None,
+    ) -> None:
+        assert costs is not None or fixed is not None
+        self.costs, self.fixed, self.max_drafts = costs, fixed, max_drafts
+        prior = tuple(prior) or (DEFAULT_PRIOR,)
+        self.prior = [prior[min(i, len(prior) - 1)] for i in range(max_drafts)]
+        self.reached = [0.0] * max_drafts
+        self.passed = [0.0] * max_drafts
+
+    def acceptance(self) -> list[float]:
+        """Estimated probability that draft i is accepted, given that those before it were."""
+        return [
+            (passed + PRIOR_WEIGHT * prior) / (reached + PRIOR_WEIGHT)
+            for passed, reached, prior in zip(self.passed, self.reached, self.prior, strict=True)
+        ]
+
+    def choose(self) -> int:
+        """The number of drafts with the most expected tokens a second; 0 = plain decoding."""
+        if self.fixed is not None:
+            return self.fixed
+        assert self.costs is not None
+        best, best_rate = 0, 1.0 / self.costs.cycle(0)
+        tokens, chance = 1.0, 1.0
+        for k, acceptance in enumerate(self.acceptance(), 1):
+            chance *= acceptance
+            tokens += chance
+            rate = tokens / self.costs.cycle(k)
+            if rate > best_rate:
+                best, best_rate = k, rate
+        return best
+
+    def update(self, outcomes: Sequence[tuple[int, int]]) -> None:
+        """Learn from one cycle: (drafted, accepted) of each row."""
+        for i in range(self.max_drafts):
+            self.reached[i] *= FADE
+            self.passed[i] *= FADE
+        for drafted, accepted in outcomes:
+            for i in range(min(drafted, accepted + 1)):
+                self.reached[i] += 1
+                self.passed[i] += i < accepted
+
+
+def synchronizer(device: torch.device) -> Callable[[], None]:
+    """A call that waits for the device, so that a wall clock means something."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    if device.type == "mps":
+        return torch.mps.synchronize
+    return lambda: None

@@ -1,0 +1,400 @@
+"""The engine: one base model, at most one accelerator, text in and text out.
+
+A thin consumer of the generation loop: it turns prompts into ids, options into a sampler, checkers and
+a draft-length policy, and steps into results or a stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from multirate.config.errors import MultirateError
+from multirate.config.generation import GenerationOptions
+from multirate.decode.costs import DraftLength, StepCosts, measure_costs, synchronizer
+from multirate.decode.drafter import AcceleratorDrafter, Drafter
+from multirate.decode.loop import RowStep, SpeculationCounts, decode
+from multirate.decode.results import GenerationResult, Speculation
+from multirate.decode.sampling import Processor, Sampler
+from multirate.decode.stopping import StopChecker
+from multirate.models.base import BaseModel
+from multirate.models.loading import load_pretrained, require_chat_template
+from multirate.streams.accelerator import Accelerator
+
+# A prompt: text (through the chat template unless raw), chat messages, or token ids.
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int] | Tensor
+
+
+class Engine:
+    """Generates with one base model; made by `multirate.load`.
+
+    Args:
+        base: the model.
+        tokenizer: None leaves token ids as the only way in and out.
+        accelerator: None leaves plain decoding only.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.base, self.tokenizer, self.accelerator = base, tokenizer, accelerator
+        self.drafter: Drafter | None = None
+        if accelerator is not None:
+            self.drafter = AcceleratorDrafter(accelerator)
+        self._costs: dict[tuple[int, int, int], StepCosts] = {}
+
+    # ---------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        options: GenerationOptions | None = None,
+        *,
+        raw: bool = False,
+        processors: Sequence[Processor] = (),
+        streamer: Any = None,
+        **settings: Any,
+    ) -> Any:
+        """Generate for one prompt or a batch.
+
+        Args:
+            prompts: a string, a list of chat messages, token ids, or a list of several of these. Rows
+                of a batch may differ in length and in how many drafts they accept.
+            options: all settings at once; `settings` override single ones.
+            raw: give strings to the model as they are, without the chat template.
+            processors: logits processors `(ids [1, length], scores [1, V]) -> scores`.
+            streamer: a transformers streamer (`TextStreamer`, ...); one prompt only.
+            settings: fields of `GenerationOptions`, e.g. `max_new_tokens=64, temperature=0.7`.
+
+        Returns:
+            GenerationResult, or a list of them for a batch.
+
+        Raises:
+            MultirateError: an empty prompt, one that is longer than the context, a setting that is
+                not allowed.
+        """
+        options = _options(options, settings)
+        single, ids = self._prompts(prompts, raw=raw)
+        if streamer is not None and len(ids) != 1:
+            raise MultirateError(f"A streamer serves one prompt, got {len(ids)}. Use generate().")
+        started = time.perf_counter()
+        run = _Run(self, ids, options, processors)
+        if streamer is not None:
+            streamer.put(torch.tensor(ids))
+        for steps in run.steps():
+            for step in steps:
+                if streamer is not None and step.tokens:
+                    for token in step.tokens:
+                        streamer.put(torch.tensor([token]))
+            run.note_finished(steps, time.perf_counter() - started)
+        if streamer is not None:
+            streamer.end()
+        results = run.results()
+        return results[0] if single else results
+
+    def stream(
+        self,
+        prompt: Prompt,
+        options: GenerationOptions | None = None,
+        *,
+        raw: bool = False,
+        processors: Sequence[Processor] = (),
+        **settings: Any,
+    ) -> Iterator[str | GenerationResult]:
+        """Generate for one prompt, piece by piece.
+
+        Yields:
+            Text as it becomes certain; the pieces joined are the result's text exactly. The last item
+            is the GenerationResult.
+
+        Raises:
+            MultirateError: as `generate`.
+        """
+        options = _options(options, settings)
+        _, ids = self._prompts([prompt], raw=raw)
+        if self.tokenizer is None:
+            raise MultirateError("Streaming text needs a tokenizer, and this model has none.")
+        return self._stream(ids, options, processors)
+
+    def _stream(
+        self, ids: list[list[int]], options: GenerationOptions, processors: Sequence[Processor]
+    ) -> Iterator[str | GenerationResult]:
+        started = time.perf_counter()
+        run = _Run(self, ids, options, processors)
+        for steps in run.steps():
+            run.note_finished(steps, time.perf_counter() - started)
+            piece = run.checkers[0].stream_text()
+            if piece:
+                yield piece
+        yield run.results()[0]
+
+    # ---------------------------------------------------------------- prompts
+
+    def _prompts(
+        self, prompts: Prompt | Sequence[Prompt], *, raw: bool
+    ) -> tuple[bool, list[list[int]]]:
+        single = _is_one(prompts)
+        rows = [prompts] if single else list(cast(Sequence[Prompt], prompts))
+        if not rows:
+            raise MultirateError("No prompt was given. Pass a string, messages or token ids.")
+        return single, [self.encode(cast(Prompt, row), raw=raw) for row in rows]
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """A prompt's token ids.
+
+        Raises:
+            MultirateError: an empty prompt, an id outside the vocabulary, or a prompt that leaves no
+                room in the context for a single new token.
+        """
+        if isinstance(prompt, Tensor):
+            ids = [int(i) for i in prompt.flatten().tolist()]
+        elif isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
+            ids = self._tokenize(cast("str | Sequence[Mapping[str, str]]", prompt), raw=raw)
+        else:
+            ids = [int(cast(int, i)) for i in prompt]
+        if not ids:
+            raise MultirateError("The prompt is empty. Give at least one token of text.")
+        vocabulary = self.base.config.vocab_size
+        outside = next((i for i in ids if not 0 <= i < vocabulary), None)
+        if outside is not None:
+            raise MultirateError(
+                f"Token id {outside} is not in the model's vocabulary of {vocabulary} (0 to "
+                f"{vocabulary - 1})."
+            )
+        if len(ids) >= self.base.context_length:
+            raise MultirateError(
+                f"The prompt has {len(ids)} tokens, but the model's context holds "
+                f"{self.base.context_length}, and at least one must be left for the answer. Shorten "
+                f"the prompt."
+            )
+        return ids
+
+    def _tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, raw: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise MultirateError(
+                "This model has no tokenizer, so prompts must be lists of token ids."
+            )
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise MultirateError("The prompt is empty. Give at least one word.")
+            if raw:
+                return list(self.tokenizer(prompt).input_ids)
+            prompt = [{"role": "user", "content": prompt}]
+        require_chat_template(self.tokenizer)
+        return list(
+            self.tokenizer.apply_chat_template(
+                list(prompt), add_generation_prompt=True, return_dict=False
+            )
+        )
+
+    # ---------------------------------------------------------------- model facts
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a text: the generation config's, and the tokenizer's."""
+        found: set[int] = set()
+        for source in (self.base.model.generation_config, self.base.config, self.tokenizer):
+            eos = getattr(source, "eos_token_id", None)
+            if eos is not None:
+                found.update(eos if isinstance(eos, list | tuple) else [eos])
+        return frozenset(found)
+
+    @torch.inference_mode()
+    def step_costs(self, *, rows: int, context: int, max_drafts: int) -> StepCosts:
+        """Measured seconds of draft and verify steps on this device; kept for later calls.
+
+        Args:
+            rows: batch rows, rounded up to a power of two.
+            context: valid slots of each row, rounded up to a power of two of at least 256.
+            max_drafts: longest draft that is timed.
+        """
+        assert self.drafter is not None
+        key = (_power_of_two(rows, 1), _power_of_two(context, 256), max_drafts)
+        if key not in self._costs:
+            self._costs[key] = self._measure(*key)
+        return self._costs[key]
+
+    def _measure(self, rows: int, context: int, max_drafts: int) -> StepCosts:
+        base, drafter = self.base, cast(Drafter, self.drafter)
+        arena = base.arena(rows=rows, max_len=context + max_drafts + 1)
+        lengths = [context] * rows
+        token = torch.zeros(rows, dtype=torch.long, device=base.device)
+        size = (rows, 1, base.hidden_size)
+        states = {
+            i: torch.zeros(size, dtype=base.dtype, device=base.device) for i in drafter.carry_layers
+        }
+        greedy = Sampler(GenerationOptions(), device=base.device)
+
+        def verify(n: int) -> None:
+            ids = token[:, None].expand(rows, n)
+            block = base.block(lengths, n)
+            h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena)
+            greedy.scores(base.head(h), [[]] * rows).argmax(-1)
+
+        def draft() -> None:
+            drafter.draft(token, lengths, states, arena, count=1, sampler=greedy)
+
+        return measure_costs(
+            verify, draft, max_drafts=max_drafts, synchronize=synchronizer(base.device)
+        )
+
+
+class _Run:
+    """One call of the loop: its checkers, counts and outputs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: list[list[int]],
+        options: GenerationOptions,
+        processors: Sequence[Processor],
+    ) -> None:
+        self.engine, self.prompts, self.options = engine, prompts, options
+        self.strategy = _strategy(options, engine)
+        self.sampler = Sampler(options, processors=processors, device=engine.base.device)
+        eos = engine.eos_token_ids
+        self.checkers = [
+            StopChecker(
+                eos,
+                stop=options.stop,
+                tokenizer=engine.tokenizer,
+                max_new_tokens=options.max_new_tokens,
+                context_length=engine.base.context_length,
+                prompt_tokens=len(prompt),
+                ignore_eos=options.ignore_eos,
+            )
+            for prompt in prompts
+        ]
+        self.counts = [SpeculationCounts() for _ in prompts]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.seconds = [0.0] * len(prompts)
+
+    def steps(self) -> Iterator[list[RowStep]]:
+        engine = self.engine
+        speculative = self.strategy == "speculative"
+        return decode(
+            engine.base,
+            self.prompts,
+            self.checkers,
+            self.sampler,
+            drafter=engine.drafter if speculative else None,
+            draft_length=self._draft_length() if speculative else None,
+            counts=self.counts,
+        )
+
+    def _draft_length(self) -> DraftLength:
+        options, engine = self.options, self.engine
+        fixed = options.num_draft_tokens
+        costs = None
+        if fixed is None:
+            costs = engine.step_costs(
+                rows=len(self.prompts),
+                context=max(len(p) for p in self.prompts),
+                max_drafts=options.max_draft_tokens,
+            )
+        assert engine.accelerator is not None
+        prior = engine.accelerator.config.expected_acceptance
+        return DraftLength(
+            costs,
+            max_drafts=fixed or options.max_draft_tokens,
+            prior=prior,
+            fixed=fixed,
+        )
+
+    def note_finished(self, steps: list[RowStep], seconds: float) -> None:
+        for step in steps:
+            self.tokens[step.row].extend(step.tokens)
+            self.seconds[step.row] = seconds
+
+    def results(self) -> list[GenerationResult]:
+        base = self.engine.base
+        return [
+            GenerationResult(
+                text=checker.text if self.engine.tokenizer is not None else None,
+                token_ids=tokens,
+                prompt_tokens=len(prompt),
+                seconds=seconds,
+                strategy=self.strategy,
+                dtype=str(base.dtype).removeprefix("torch."),
+                device=str(base.device),
+                finish_reason=str(checker.finish_reason),
+                speculation=Speculation.of([counts]) if self.strategy != "plain" else None,
+            )
+            for checker, tokens, prompt, seconds, counts in zip(
+                self.checkers, self.tokens, self.prompts, self.seconds, self.counts, strict=True
+            )
+        ]
+
+
+def _options(options: GenerationOptions | None, settings: dict[str, Any]) -> GenerationOptions:
+    options = options or GenerationOptions()
+    try:
+        return replace(options, **settings)
+    except TypeError:
+        names = sorted(GenerationOptions.__dataclass_fields__)
+        unknown = sorted(set(settings) - set(names))
+        raise MultirateError(f"Unknown settings {unknown}. Allowed: {', '.join(names)}.") from None
+
+
+def _strategy(options: GenerationOptions, engine: Engine) -> str:
+    if options.strategy == "auto":
+        return "speculative" if engine.drafter is not None else "plain"
+    if options.strategy == "speculative" and engine.drafter is None:
+        raise MultirateError(
+            "strategy='speculative' needs an accelerator, and none is loaded. Load one with "
+            "multirate.load(model, accelerator=...) or --accelerator, make one with `multirate fit`, "
+            "or use strategy='plain'."
+        )
+    return options.strategy
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether this is a single prompt rather than a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, Tensor):
+        return prompts.ndim == 1
+    return len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
+
+
+def _power_of_two(value: int, low: int) -> int:
+    return max(low, 1 << (value - 1).bit_length())
+
+
+def load(
+    model: str | Path,
+    accelerator: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+) -> Engine:
+    """Load a model, with an accelerator if one is given, ready to generate.
+
+    Args:
+        model: a hub id, a local folder, a `.gguf` file, or `smollm2-135m` (the embedded model).
+        accelerator: an accelerator folder or hub id; "default" = the one that ships with multirate
+            for the embedded model.
+        dtype: "float32", "bfloat16", "float16" or "auto"; default bfloat16.
+        device: "cpu", "cuda", ...; default the GPU if there is one.
+
+    Raises:
+        MultirateError: anything that is wrong with the names, files or values; the message says what
+            to do.
+    """
+    loaded = load_pretrained(model, dtype=dtype, device=device)
+    base = BaseModel(loaded.model)
+    stream = None
+    if accelerator is not None:
+        stream = Accelerator.from_pretrained(accelerator, base)
+    return Engine(base, tokenizer=loaded.tokenizer, accelerator=stream)

@@ -1,0 +1,249 @@
+"""The one generation loop: plain decoding is speculative decoding with no drafts.
+
+A generator of steps. It knows token ids, rows and lengths; text belongs to the stop checkers, guesses
+to the drafter, randomness to the sampler.
+
+    1. prefill: prompts run through all layers in chunks; each row's last state gives its first token
+    2. draft: the drafter guesses k tokens for every row
+    3. verify: the last token and its drafts run through all layers in one block
+    4. accept: the longest exact prefix stays, the model's own next token follows it
+    5. stop: each row's checker cuts the block where the row ends; ended rows leave the batch
+
+Lengths count the verified slots of a row: prompt and output, less the last token, whose keys and
+values the next block writes. What a rejected draft wrote lies beyond them and is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from multirate.decode.acceptance import Acceptance, accept_greedy, accept_sampled
+from multirate.decode.costs import DraftLength
+from multirate.decode.drafter import Draft, Drafter
+from multirate.decode.sampling import Sampler
+from multirate.decode.stopping import StopChecker
+from multirate.models.arena import KVArena
+from multirate.models.base import BaseModel
+
+PREFILL_CHUNK = 512  # positions; bounds the memory of masks and activations, not the speed
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What one step added to one row.
+
+    Attributes:
+        row: index of the prompt.
+        tokens: new ids, cut where the row ends.
+        finish_reason: None while the row goes on.
+    """
+
+    row: int
+    tokens: list[int]
+    finish_reason: str | None
+
+
+@dataclass
+class SpeculationCounts:
+    """Counts of one row, in vLLM's terms.
+
+    Attributes:
+        num_drafts: verify passes that held drafts.
+        num_draft_tokens: drafted tokens.
+        num_accepted_tokens: drafted tokens that were accepted.
+        accepted_per_position: of which at position i of their draft.
+        num_plain_steps: verify passes without drafts, while drafting did not pay.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    num_plain_steps: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        if drafted == 0:
+            self.num_plain_steps += 1
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        missing = drafted - len(self.accepted_per_position)
+        self.accepted_per_position.extend([0] * missing)
+        for i in range(accepted):
+            self.accepted_per_position[i] += 1
+
+
+@dataclass
+class _Rows:
+    """The rows still being decoded; every list and tensor has one entry a row."""
+
+    index: list[int]  # which prompt
+    ids: list[list[int]]  # prompt and output
+    checkers: list[StopChecker]
+    counts: list[SpeculationCounts]
+    lengths: list[int]
+    last: Tensor  # [R]
+    states: dict[int, Tensor]  # each [R, 1, D], one position before `last`
+
+    def keep(self, places: list[int], arena: KVArena) -> None:
+        rows = torch.tensor(places, device=self.last.device)
+        arena.keep(rows)
+        for name in ("index", "ids", "checkers", "counts", "lengths"):
+            values = getattr(self, name)
+            setattr(self, name, [values[p] for p in places])
+        self.last = self.last[rows]
+        self.states = {i: state[rows] for i, state in self.states.items()}
+
+
+@torch.inference_mode()
+def decode(
+    base: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    checkers: Sequence[StopChecker],
+    sampler: Sampler,
+    *,
+    drafter: Drafter | None = None,
+    draft_length: DraftLength | None = None,
+    counts: Sequence[SpeculationCounts] = (),
+) -> Iterator[list[RowStep]]:
+    """Decode a batch of prompts, step by step.
+
+    Args:
+        base: the model.
+        prompts: token ids, one list a row, none empty; lengths may differ.
+        checkers: one a row; they also know the limits of each row.
+        sampler: greedy or sampling, shared by all rows.
+        drafter: None for plain decoding.
+        draft_length: how many tokens to draft; needed with a drafter.
+        counts: one a row, filled in place; may be left out.
+
+    Yields:
+        For each step, what it added to each row that was still going. The first step of a row is the
+        token that its prefill gives.
+    """
+    assert (drafter is None) == (draft_length is None)
+    max_drafts = draft_length.max_drafts if draft_length is not None else 0
+    room = max(len(p) + c.room for p, c in zip(prompts, checkers, strict=True))
+    arena = base.arena(rows=len(prompts), max_len=room + max_drafts)
+    final, states = _prefill(base, prompts, arena, drafter.carry_layers if drafter else ())
+    rows = _Rows(
+        index=list(range(len(prompts))),
+        ids=[list(p) for p in prompts],
+        checkers=list(checkers),
+        counts=list(counts) or [SpeculationCounts() for _ in prompts],
+        lengths=[len(p) for p in prompts],
+        last=torch.zeros(len(prompts), dtype=torch.long, device=base.device),
+        states=states,
+    )
+    rows.last = sampler.choose(sampler.scores(base.head(final), rows.ids))[:, 0]
+    yield _emit(rows, [[token] for token in rows.last.tolist()], arena)
+    while rows.index:
+        k = 0
+        if draft_length is not None:
+            # The last token a row may get needs no draft: the verify pass itself yields it.
+            k = min(draft_length.choose(), max(c.room for c in rows.checkers) - 1)
+        draft = Draft(rows.last.new_empty((len(rows.index), 0)))
+        if drafter is not None and k > 0:
+            draft = drafter.draft(
+                rows.last, rows.lengths, rows.states, arena, count=k, sampler=sampler
+            )
+        drafted = [max(0, min(k, c.room - 1)) for c in rows.checkers]
+        acceptance = _verify(base, rows, draft, drafted, arena, sampler)
+        blocks = acceptance.blocks(draft.tokens)
+        outcomes = [(n, len(block) - 1) for n, block in zip(drafted, blocks, strict=True)]
+        if draft_length is not None:
+            draft_length.update(outcomes)
+            for count, outcome in zip(rows.counts, outcomes, strict=True):
+                count.add(*outcome)
+        rows.last = acceptance.next_token
+        rows.lengths = [n + len(b) for n, b in zip(rows.lengths, blocks, strict=True)]
+        yield _emit(rows, blocks, arena)
+
+
+def _prefill(
+    base: BaseModel, prompts: Sequence[Sequence[int]], arena: KVArena, layers: Sequence[int]
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Run the prompts, right-padded, in chunks.
+
+    Returns:
+        h_N `[R, 1, D]` at each row's last prompt token, and the named slow states there.
+    """
+    device, width = base.device, max(len(p) for p in prompts)
+    ids = torch.zeros((len(prompts), width), dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    ends = torch.tensor([len(p) - 1 for p in prompts], device=device)
+    wanted = (*layers, base.num_layers)
+    kept: dict[int, Tensor] = {}
+    for start in range(0, width, PREFILL_CHUNK):
+        chunk = ids[:, start : start + PREFILL_CHUNK]
+        n = chunk.shape[1]
+        block = base.block([start] * len(prompts), n)
+        states: dict[int, Tensor] = dict.fromkeys(wanted, cast(Tensor, None))
+        base.run_layers(base.embed(chunk), 0, base.num_layers, block, arena, states=states)
+        # Padding behind a short prompt writes slots that its own tokens overwrite later.
+        here = (ends >= start) & (ends < start + n)
+        place = (ends - start).clamp(0, n - 1)
+        for i, state in states.items():
+            picked = _pick(state, place)
+            kept[i] = torch.where(here[:, None, None], picked, kept[i]) if i in kept else picked
+    final = kept[base.num_layers]
+    return final, {i: kept[i] for i in layers}
+
+
+def _verify(
+    base: BaseModel,
+    rows: _Rows,
+    draft: Draft,
+    drafted: list[int],
+    arena: KVArena,
+    sampler: Sampler,
+) -> Acceptance:
+    """Run last tokens and drafts through all layers; leaves the accepted position's states in rows."""
+    n = 1 + draft.tokens.shape[1]
+    ids = torch.cat([rows.last[:, None], draft.tokens], dim=1)
+    states: dict[int, Tensor] = dict.fromkeys(rows.states, cast(Tensor, None))
+    block = base.block(rows.lengths, n)
+    h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena, states=states)
+    scores = sampler.scores(base.head(h), rows.ids, draft.tokens if n > 1 else None)
+    lengths = torch.tensor(drafted, device=ids.device)
+    if sampler.greedy:
+        acceptance = accept_greedy(draft.tokens, lengths, scores.argmax(-1))
+    else:
+        acceptance = accept_sampled(
+            draft.tokens,
+            lengths,
+            sampler.probabilities(scores),
+            draft_probs=draft.probs,
+            draft_ids=draft.ids,
+            generator=sampler.generator,
+        )
+    rows.states = {i: _pick(state, acceptance.num_accepted) for i, state in states.items()}
+    return acceptance
+
+
+def _pick(x: Tensor, place: Tensor) -> Tensor:
+    """`[R, n, D]` at one position a row `[R]`: `[R, 1, D]`."""
+    return x[torch.arange(len(x), device=x.device), place][:, None]
+
+
+def _emit(rows: _Rows, blocks: Sequence[list[int]], arena: KVArena) -> list[RowStep]:
+    """Hand each row's block to its checker; drop the rows that ended."""
+    steps, going = [], []
+    for place, block in enumerate(blocks):
+        tokens, reason = rows.checkers[place].push(block)
+        rows.ids[place].extend(tokens)
+        steps.append(RowStep(rows.index[place], tokens, reason))
+        if reason is None:
+            going.append(place)
+    if len(going) == 0:
+        rows.index = []
+    elif len(going) < len(blocks):
+        rows.keep(going, arena)
+    return steps

@@ -1,0 +1,234 @@
+"""From raw logits to the distribution that is sampled, and a draw from it.
+
+Everything is float32 whatever the model's dtype, because acceptance compares probabilities of the
+target with those of the draft, and a coarser dtype would bias the output. The processors are
+transformers' own classes, in the order of `transformers.generate`.
+
+Shapes: R rows, n positions of a row, V vocabulary, Vd the drafter's (reduced) vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+from torch import LongTensor, Tensor
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from multirate.config.errors import MultirateError
+from multirate.config.generation import GenerationOptions
+
+Processor = Callable[[LongTensor, Tensor], Tensor]
+
+# Known to look at the scores only. Exact types: a subclass may look at the prefix.
+_SCORES_ONLY = frozenset(
+    {
+        EpsilonLogitsWarper,
+        EtaLogitsWarper,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinPLogitsWarper,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+    }
+)
+
+
+def uniform(shape: Sequence[int], *, generator: torch.Generator) -> Tensor:
+    """Uniform numbers in [0, 1) on the generator's device.
+
+    float64, so that events far rarer than float32's step of 2^-24 still happen as often as they
+    should; float32 on MPS, which has no float64.
+    """
+    dtype = torch.float32 if generator.device.type == "mps" else torch.float64
+    return torch.rand(shape, dtype=dtype, device=generator.device, generator=generator)
+
+
+def draw_categorical(weights: Tensor, *, generator: torch.Generator) -> LongTensor:
+    """One index per distribution, by inverse CDF, without waiting for the device.
+
+    Args:
+        weights: `[..., V]` float32, not negative, not all zero; they need not sum to one.
+        generator: the source of randomness, on the device of `weights`.
+
+    Returns:
+        LongTensor `[...]`. An index of weight 0 is never drawn: the CDF does not rise there.
+    """
+    draws = uniform((*weights.shape[:-1], 1), generator=generator)
+    cdf = weights.to(draws.dtype).cumsum(dim=-1)
+    # right=True finds the first index whose CDF exceeds the draw. The draw stays below the total
+    # because (1 - 2^-53) * total rounds below it; the clamp only guards NaN weights.
+    index = torch.searchsorted(cdf, draws * cdf[..., -1:], right=True)
+    return index.squeeze(-1).clamp_(max=weights.shape[-1] - 1)  # type: ignore[return-value]
+
+
+class Sampler:
+    """Turns logits into scores, probabilities and tokens, as the options ask.
+
+    Args:
+        options: temperature, top-k, top-p, min-p, repetition penalty and seed. Greedy decoding
+            leaves out the warpers, which cannot change the best token.
+        processors: further logits processors, called as `processor(prefix [1, length], scores
+            [1, V])` after the repetition penalty and before the temperature, as in
+            `transformers.generate`. They must depend on their two arguments only: they see
+            drafted prefixes that may be rejected, possibly more than once.
+        device: where logits and the random generator live.
+
+    Raises:
+        MultirateError: a processor is not callable.
+    """
+
+    def __init__(
+        self,
+        options: GenerationOptions,
+        *,
+        processors: Sequence[Processor] = (),
+        device: torch.device | str,
+    ) -> None:
+        for processor in processors:
+            if not callable(processor):
+                raise MultirateError(
+                    f"logits processor {processor!r} is not callable; give functions or "
+                    "transformers LogitsProcessor objects of (input_ids, scores)."
+                )
+        self.greedy = options.greedy
+        self.device = torch.device(device)
+        self.generator = torch.Generator(device=self.device)
+        if options.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(options.seed)
+
+        self._warpers = [] if self.greedy else _warpers(options)
+        penalty: list[Processor] = []
+        if options.repetition_penalty != 1.0:
+            penalty.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+        chain = [*penalty, *processors, *self._warpers]
+        # Runs of one kind: [(needs the prefix?, processors)]
+        self._stages = [
+            (contextual, list(run)) for contextual, run in groupby(chain, key=_needs_prefix)
+        ]
+
+    def scores(
+        self,
+        logits: Tensor,
+        contexts: Sequence[Sequence[int] | Tensor],
+        drafts: Tensor | None = None,
+    ) -> Tensor:
+        """Logits after every processor: softmax of them is the distribution that is sampled.
+
+        Args:
+            logits: `[R, n, V]`, raw, any float dtype; not changed.
+            contexts: for each row the ids before the token that position 0 predicts (prompt,
+                output so far, and the first token of this step's block): a list or a 1-D tensor.
+            drafts: `[R, n - 1]` the block's drafted ids; position i is scored as the continuation
+                of `contexts[r] + drafts[r, :i]`. Rows with fewer drafts are padded with any valid
+                id; scores past a row's own drafts mean nothing. None where n is 1.
+
+        Returns:
+            float32 `[R, n, V]`; the logits themselves (cast) if nothing is set.
+        """
+        scores = logits.to(torch.float32)
+        for contextual, processors in self._stages:
+            if contextual:
+                scores = _process_each_position(scores, contexts, drafts, processors)
+            else:
+                scores = _process_flat(scores, processors)
+        return scores
+
+    def warp_draft(self, logits: Tensor) -> Tensor:
+        """A drafter's logits `[R, Vd]` after temperature, top-k, top-p and min-p, in float32.
+
+        Acceptance is exact for any proposal; proposing from a distribution that is shaped like
+        the target's only makes more drafts pass.
+        """
+        return _process_flat(logits.to(torch.float32), self._warpers)
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Softmax over the vocabulary, `[..., V]`."""
+        return scores.softmax(dim=-1)
+
+    def draw(self, probs: Tensor) -> LongTensor:
+        """One token per distribution `[..., V]`: LongTensor `[...]`."""
+        return draw_categorical(probs, generator=self.generator)
+
+    def choose(self, scores: Tensor) -> LongTensor:
+        """The next token of each `[..., V]`: greedy or drawn. LongTensor `[...]`.
+
+        Greedy takes `torch.argmax`: among equal scores the lowest id.
+        """
+        if self.greedy:
+            return scores.argmax(dim=-1)  # type: ignore[return-value]
+        return self.draw(self.probabilities(scores))
+
+
+def _warpers(options: GenerationOptions) -> list[Processor]:
+    """The warpers that `transformers.generate` would use, in its order."""
+    warpers: list[Processor] = []
+    if options.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k is not None:
+        warpers.append(TopKLogitsWarper(options.top_k))
+    if options.top_p is not None and options.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(options.top_p))
+    if options.min_p is not None:
+        warpers.append(MinPLogitsWarper(options.min_p))
+    return warpers
+
+
+def _needs_prefix(processor: Processor) -> bool:
+    return type(processor) not in _SCORES_ONLY
+
+
+def _process_flat(scores: Tensor, processors: Sequence[Processor]) -> Tensor:
+    """Processors that look at scores only: one call each for all positions at once."""
+    if not processors:
+        return scores
+    flat = scores.reshape(-1, scores.shape[-1])  # warpers want [batch, V]
+    no_prefix: LongTensor = flat.new_empty((flat.shape[0], 0), dtype=torch.long)  # type: ignore[assignment]
+    for processor in processors:
+        flat = processor(no_prefix, flat)
+    return flat.reshape(scores.shape)
+
+
+def _process_each_position(
+    scores: Tensor,
+    contexts: Sequence[Sequence[int] | Tensor],
+    drafts: Tensor | None,
+    processors: Sequence[Processor],
+) -> Tensor:
+    """Processors that look at the prefix: one call for each row and position.
+
+    Rows differ in length, and padding them to one batch would change what a processor sees
+    (a padding id would count as a repeated token), so each gets its exact prefix.
+    """
+    rows, positions, _ = scores.shape
+    assert len(contexts) == rows, "one context for each row"
+    assert positions == 1 or (drafts is not None and drafts.shape == (rows, positions - 1))
+    scores = scores.clone()  # processors may write in place, and the caller keeps its logits
+    for row, context in enumerate(contexts):
+        prefix = torch.as_tensor(context, dtype=torch.long, device=scores.device)
+        start = len(prefix)
+        if drafts is not None:
+            prefix = torch.cat([prefix, drafts[row].to(prefix)])
+        for position in range(positions):
+            ids: LongTensor = prefix[None, : start + position]  # type: ignore[assignment]
+            processed = scores[row, position][None]  # [1, V]
+            for processor in processors:
+                processed = processor(ids, processed)
+            scores[row, position] = processed[0]
+    return scores

@@ -1,0 +1,119 @@
+"""The KV arena: one preallocated key and value tensor per layer, shared by all streams.
+
+The arena knows nothing about tokens or acceptance. A forward pass names the slots its rows write to
+and how many leading slots are attended (a `Block`, see `multirate.models.base`); what a row may see
+is the mask's business. Rolling back is therefore free: a rejected draft is simply not counted, and
+the next write overwrites it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+if TYPE_CHECKING:
+    from multirate.models.base import Block
+
+
+class ArenaLayer(CacheLayerMixin):
+    """Keys and values of one layer, each `[rows, kv_heads, max_len, head_dim]`."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self.block: Block | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write `[rows, kv_heads, n, head_dim]` at the block's slots; return the attended prefix."""
+        block, keys, values = self.block, self.keys, self.values
+        assert block is not None and keys is not None and values is not None
+        if block.start is not None:  # all rows write the same run of slots: one strided copy
+            stop = block.start + key_states.shape[2]
+            keys[:, :, block.start : stop] = key_states
+            values[:, :, block.start : stop] = value_states
+        else:
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            keys[rows, :, block.slots] = key_states.transpose(1, 2)
+            values[rows, :, block.slots] = value_states.transpose(1, 2)
+        return keys[:, :, : block.visible], values[:, :, : block.visible]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the arena is allocated when it is made."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        # Lengths belong to the generation loop, row by row; a single number would be wrong.
+        raise NotImplementedError("KV arena rows have lengths of their own; ask the decoding loop")
+
+    def get_max_length(self) -> int:
+        assert self.keys is not None
+        return int(self.keys.shape[2])
+
+
+class KVArena(Cache):
+    """Preallocated keys and values for all layers of a model.
+
+    Args:
+        config: the base model's config.
+        rows: batch rows.
+        max_len: slots in each row (tokens, drafts included).
+        dtype: storage type of keys and values.
+        device: where they live.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        rows: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        shape = (rows, config.num_key_value_heads, max_len, head_dim)
+
+        # Zeros, not empty: a masked slot still enters the product with weight 0, and 0 * NaN is NaN.
+        def zeros() -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        super().__init__(
+            layers=[ArenaLayer(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
+        )
+
+    @property
+    def rows(self) -> int:
+        return int(self.layers[0].keys.shape[0])
+
+    @property
+    def max_len(self) -> int:
+        return int(self.layers[0].keys.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all keys and values."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def use(self, block: Block, start: int, stop: int) -> None:
+        """Point layers `start..stop-1` at the block that is about to run through them."""
+        for layer in self.layers[start:stop]:
+            layer.block = block
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only the given rows (`[kept]` indices, in this order); the others' memory is freed."""
+        for layer in self.layers:
+            layer.keys = layer.keys.index_select(0, rows)
+            layer.values = layer.values.index_select(0, rows)

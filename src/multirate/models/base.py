@@ -1,0 +1,243 @@
+"""The frozen base model as one layer loop over a KV arena.
+
+`BaseModel` is the only place that calls transformers' decoder layers. Plain decoding, prefill,
+verification of drafts, early exit and the accelerated stream's own slow layers are all
+`run_layers(h, start, stop, block, arena)`; nothing else runs a layer. The module knows nothing about
+tokens that are accepted or sampled.
+
+Shapes: B rows, n block positions, L attended slots, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from multirate.config.errors import MultirateError
+from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
+from multirate.models.arena import KVArena
+
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where one forward pass's positions sit and what they may see. Made by `BaseModel.block`.
+
+    Attributes:
+        positions: `[B, n]` rotary positions.
+        slots: `[B, n]` arena slots that are written.
+        start: first slot when all rows write the same contiguous run, else None.
+        visible: arena slots `[0, visible)` enter attention.
+        masks: per attention type, `[B, 1, n, visible]`; bool (True = seen) or additive.
+        rotary: per attention type, the (cos, sin) pair.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    start: int | None
+    visible: int
+    masks: dict[str, Tensor]
+    rotary: dict[str, tuple[Tensor, Tensor]]
+
+
+class BaseModel:
+    """A loaded causal LM, seen as embed -> run_layers -> head.
+
+    Args:
+        model: a supported transformers causal LM. It is not copied and not changed, apart from
+            being put in eval mode.
+
+    Raises:
+        MultirateError: unsupported architecture or attention implementation.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model.eval()
+        self.config = model.config
+        self.architecture = architecture_of(self.config)
+        self.layer_types = layer_types(self.config)
+        attention = self.config._attn_implementation
+        if attention not in ATTENTION_IMPLEMENTATIONS:
+            raise MultirateError(
+                f"Attention implementation {attention!r} cannot read the KV arena's masks. Load the "
+                f"model with attn_implementation set to one of {', '.join(ATTENTION_IMPLEMENTATIONS)}."
+            )
+        self._additive_masks = attention == "eager"
+        body = cast(nn.Module, model.get_decoder())
+        self.embed_tokens = cast(nn.Embedding, body.embed_tokens)
+        self.layers = cast(nn.ModuleList, body.layers)
+        self.final_norm = cast(nn.Module, body.norm)
+        self.rotary_emb = cast(nn.Module, body.rotary_emb)
+        self.lm_head = cast(nn.Linear, model.get_output_embeddings())
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.lm_head.weight.shape[0])
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was made for (`config.max_position_embeddings`)."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def arena(self, *, rows: int, max_len: int) -> KVArena:
+        """A new, empty KV arena of this model's shape, type and device."""
+        return KVArena(
+            self.config, rows=rows, max_len=max_len, dtype=self.dtype, device=self.device
+        )
+
+    def block(
+        self,
+        starts: Sequence[int],
+        n: int,
+        *,
+        depths: Tensor | None = None,
+        block_mask: Tensor | None = None,
+    ) -> Block:
+        """Place n new positions behind each row's first `starts[row]` slots.
+
+        Without `depths` and `block_mask` the block is a causal chain. A draft tree gives both.
+
+        Args:
+            starts: valid slots of each row (its verified length), B numbers on the host.
+            n: positions in the block.
+            depths: `[n]` or `[B, n]` rotary position of each block entry relative to its row's start.
+            block_mask: `[n, n]` or `[B, n, n]` bool, which block entries an entry sees (itself too).
+
+        Returns:
+            Block: positions, slots, masks and rotary embeddings, shared by all partial runs.
+        """
+        device = self.device
+        offsets = torch.arange(n, device=device)
+        start = torch.tensor(starts, device=device)[:, None]  # [B, 1]
+        slots = start + offsets
+        positions = slots if depths is None else start + depths
+        visible = max(starts) + n
+        keys = torch.arange(visible, device=device)
+        if block_mask is None:
+            seen = keys <= slots[..., None]  # [B, n, L]
+        else:
+            seen = (keys < start[..., None]).expand(-1, n, -1).clone()
+            columns = slots[:, None, :].expand(-1, n, -1)
+            seen.scatter_(2, columns, block_mask.expand(len(starts), n, n))
+        masks = {}
+        for kind in set(self.layer_types):
+            allowed = seen
+            if kind == SLIDING:
+                key_positions = keys.expand(len(starts), visible)
+                if depths is not None:  # a tree's slots are not its positions
+                    key_positions = key_positions.scatter(1, slots, positions.expand_as(slots))
+                distance = positions[..., None] - key_positions[:, None, :]
+                allowed = seen & (distance < self.config.sliding_window)
+            masks[kind] = self.mask(allowed[:, None])
+        return Block(
+            positions=positions,
+            slots=slots,
+            start=starts[0] if len(set(starts)) == 1 else None,
+            visible=visible,
+            masks=masks,
+            rotary=self.rotary(positions),
+        )
+
+    def mask(self, allowed: Tensor) -> Tensor:
+        """A bool mask (True = seen) in the form that the attention implementation reads."""
+        if not self._additive_masks:
+            return allowed
+        zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(self.dtype).min)
+
+    def rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """(cos, sin) for positions `[B, n]`, per attention type."""
+        like = self.embed_tokens.weight[:1]  # only its dtype and device matter
+        kinds = set(self.layer_types)
+        if self.architecture.rotary_per_type:
+            return {kind: self.rotary_emb(like, positions, kind) for kind in kinds}
+        return dict.fromkeys(kinds, self.rotary_emb(like, positions))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """`[B, n]` token ids to h_0 `[B, n, D]` (any embedding scale included)."""
+        return cast(Tensor, self.embed_tokens(ids))
+
+    def run_layers(
+        self,
+        h: Tensor,
+        start: int,
+        stop: int,
+        block: Block,
+        arena: KVArena,
+        *,
+        states: dict[int, Tensor] | None = None,
+    ) -> Tensor:
+        """Run decoder layers `start .. stop-1` on a block and write its keys and values.
+
+        Args:
+            h: `[B, n, D]`, the slow state h_start.
+            start: first layer.
+            stop: one past the last layer.
+            block: where the n positions sit.
+            arena: keys and values of all layers.
+            states: filled in place: for every key i in it with start <= i <= stop, the slow state
+                h_i `[B, n, D]`.
+
+        Returns:
+            Tensor: h_stop, `[B, n, D]`.
+        """
+        arena.use(block, start, stop)
+        for i in range(start, stop):
+            if states is not None and i in states:
+                states[i] = h
+            h = self.run_layer(self.layers[i], i, h, block, arena)
+        if states is not None and stop in states:
+            states[stop] = h
+        return h
+
+    def run_layer(
+        self, layer: nn.Module, index: int, h: Tensor, block: Block, arena: KVArena
+    ) -> Tensor:
+        """Run one decoder layer (the base's own, or a tied copy standing at `index`) on a block."""
+        kind = self.layer_types[index]
+        return cast(
+            Tensor,
+            layer(
+                h,
+                attention_mask=block.masks[kind],
+                position_ids=block.positions,
+                cache=arena,
+                position_embeddings=block.rotary[kind],
+            ),
+        )
+
+    def head(self, h: Tensor) -> Tensor:
+        """h_N `[..., D]` to logits `[..., V]`: final norm, LM head, soft cap where the model has one."""
+        return self.soft_cap(cast(Tensor, self.lm_head(self.final_norm(h))))
+
+    def soft_cap(self, logits: Tensor) -> Tensor:
+        """Gemma's final logit soft-capping; the identity elsewhere."""
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if not self.architecture.softcap or cap is None:
+            return logits
+        return torch.tanh(logits / cap) * cap
+
+
+__all__ = ["ATTENTION_IMPLEMENTATIONS", "FULL", "SLIDING", "BaseModel", "Block"]
