@@ -128,7 +128,8 @@ def test_rollback(base: BaseModel) -> None:
 def test_rows_of_different_lengths(base: BaseModel) -> None:
     """Right-padded prefill, decode, verify with uneven acceptance, and a row that leaves."""
     ids, arena = tokens(len(LENGTHS), 24), base.arena(rows=len(LENGTHS), max_len=32)
-    expected = reference(base, ids)  # rows do not see each other, so all are references at once
+    expected = reference(base, ids)
+    assert_close(expected[1:2], reference(base, ids[1:2]))  # so it stands for each row's own
     padded = ids[:, : max(LENGTHS)].clone()
     for row, length in enumerate(LENGTHS):
         padded[row, length:] = 0
@@ -151,12 +152,6 @@ def test_rows_of_different_lengths(base: BaseModel) -> None:
     arena.keep(torch.tensor([2, 0]))
     assert (arena.rows, arena.max_len) == (2, 32)
     check((2, 0), [starts[2] + 3, starts[0] + 3], 2)
-
-
-def test_single_rows_are_the_batch_reference(base: BaseModel) -> None:
-    """The batched reference above stands for each row's own."""
-    ids = tokens(2, 12)
-    assert_close(reference(base, ids)[1:], reference(base, ids[1:]))
 
 
 @pytest.mark.parametrize("k", range(NUM_LAYERS + 1))
@@ -351,6 +346,14 @@ def test_draft_logits_are_the_heads(base: BaseModel, name: str) -> None:
     if accelerator.draft_ids is not None:
         expected = expected[..., accelerator.draft_ids]
     assert_close(accelerator.draft_logits(h), expected)
+
+
+def test_gate_entry_is_the_slow_state(base: BaseModel) -> None:
+    accelerator, ids = make_accelerator(base, "paper-later-gate", trained=True), tokens(1, 7)
+    arena = base.arena(rows=1, max_len=8)
+    slow = prefill(base, ids, [7], arena, accelerator.config.gates[:1])
+    p = accelerator.enter(ids[:, 6:], Carried((), own=False), base.block([6], 1), arena)
+    assert_close(p, slow.states[0])
 
 
 def test_lean_layers_see_the_verified_window_only(base: BaseModel) -> None:

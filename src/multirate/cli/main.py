@@ -5,13 +5,24 @@ A user's mistake prints one message without a traceback and exits with code 2; C
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
+from multirate.cli.bench import bench
+from multirate.cli.demo import demo
 from multirate.cli.fit import fit
+from multirate.cli.generate import generate
+from multirate.cli.info import info
 from multirate.config.errors import MultirateError
+
+INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
 
 app = typer.Typer(
     name="multirate",
@@ -20,22 +31,61 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(generate)
+app.command()(demo)
 app.command()(fit)
+app.command()(info)
+app.add_typer(bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"multirate {version('multirate')}")
+        raise typer.Exit
 
 
 @app.callback()
-def root() -> None:
-    """Keeps `multirate COMMAND` even while there is only one command."""
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="print the version and exit"
+        ),
+    ] = False,
+) -> None:
+    """Faster decoding of frozen language models with multi-rate residual streams (M2R2)."""
 
 
 def main() -> None:
     """Entry point of the `multirate` script."""
     errors = Console(stderr=True, highlight=False)
-    try:
-        app()
-    except MultirateError as error:
-        errors.print(f"[bold red]Error:[/] {error}", soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        errors.print("Interrupted.")
-        sys.exit(130)
+    with warnings.catch_warnings():
+        _keep_quiet()
+        try:
+            app()
+        except MultirateError as error:
+            # A Text, since brackets in a message are no markup.
+            message = Text.assemble(("Error:", "bold red"), " ", str(error))
+            errors.print(message, soft_wrap=True)
+            sys.exit(2)
+        except SystemExit as stop:  # typer turns Ctrl-C in a command into this
+            if stop.code == INTERRUPTED:
+                errors.print("Interrupted.")
+            raise
+        except KeyboardInterrupt:
+            errors.print("Interrupted.")
+            sys.exit(INTERRUPTED)
+
+
+def _keep_quiet() -> None:
+    """Show the user our own warnings, one line each, and none of the libraries'."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", category=UserWarning, module=r"multirate\.")
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    typer.echo(f"Warning: {message}", err=True)

@@ -90,7 +90,18 @@ class BaseModel:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model was made for (`config.max_position_embeddings`)."""
+        """Positions that a text may have, `config.max_position_embeddings` for most models.
+
+        A `longrope` model (Phi-3 128k) changes the rotary frequencies of all positions once a text
+        grows past its original length. Keys that are already stored would then be wrong, and a
+        verified block would differ from plain steps, so its context ends at that length.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return int(
+                rope.get("original_max_position_embeddings")
+                or self.config.original_max_position_embeddings
+            )
         return int(self.config.max_position_embeddings)
 
     @property

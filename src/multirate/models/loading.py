@@ -171,6 +171,22 @@ def load_pretrained(
     return LoadedModel(network, tokenizer, source=place.source, revision=place.revision)
 
 
+def read_config(model: str | Path) -> PreTrainedConfig:
+    """A model's config without its weights; its architecture need not be a supported one.
+
+    Args:
+        model: as for `load_pretrained`.
+
+    Raises:
+        MultirateError: no such model, or its config cannot be read.
+    """
+    place = _locate(model)
+    with hf.quiet(progress_bars=place.folder is None):
+        config = _read_config(place)
+    config.name_or_path = place.source
+    return config
+
+
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Check that messages can be turned into a prompt.
 

@@ -172,7 +172,7 @@ class Accelerator(nn.Module):
         if self._draft_rows is None:
             # A copy of those rows: gathering them at every step would cost more than it saves. Made
             # outside inference mode, whose tensors could not be used in training later.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 self._draft_rows = base.lm_head.weight[self.draft_ids].detach()
         return base.soft_cap(F.linear(normed, self._draft_rows))
 

@@ -37,6 +37,7 @@ from multirate.models.base import BaseModel
 from multirate.models.loading import config_fingerprint
 from multirate.streams import card
 from multirate.streams.accelerator import Accelerator
+from multirate.streams.defaults import DEFAULT, require_default
 
 CONFIG_FILE = "accelerator_config.json"
 WEIGHTS_FILE = "accelerator.safetensors"
@@ -107,7 +108,8 @@ def load_accelerator(
     """Load an accelerator for the base model it was made for.
 
     Args:
-        name: an accelerator folder, or the hub id of one.
+        name: an accelerator folder, the hub id of one, or "default": the one that ships with
+            multirate for this base model.
         base: the loaded base model.
         revision: branch, tag or commit on the hub.
         dtype: of the weights; None for the base model's, so that one forward pass never mixes two.
@@ -118,10 +120,11 @@ def load_accelerator(
         Accelerator: in eval mode, on the base model's device.
 
     Raises:
-        MultirateError: no such folder or hub id, a missing, damaged or incomplete file, weights
+        MultirateError: no such folder, hub id or default, a missing, damaged or incomplete file, weights
             that do not fit the config, or another base model.
     """
-    folder = find_folder(name, revision=revision, **hub)
+    model = base.config.name_or_path
+    folder = find_folder(name, model=model, revision=revision, **hub)
     config = read_config(folder)
     require_base(config, base, folder=folder)
     file = folder / WEIGHTS_FILE
@@ -191,12 +194,23 @@ def push_accelerator(
     return str(commit.commit_url)
 
 
-def find_folder(name: str | Path, *, revision: str | None = None, **hub: Any) -> Path:
+def find_folder(
+    name: str | Path, *, model: str = "", revision: str | None = None, **hub: Any
+) -> Path:
     """The local folder of an accelerator, downloaded first where `name` is a hub id.
 
+    Args:
+        name: folder, hub id or "default".
+        model: name of the base model, which "default" depends on.
+        revision: branch, tag or commit on the hub.
+        hub: as for `load_accelerator`.
+
     Raises:
-        MultirateError: there is no such folder, and no such repository on the hub.
+        MultirateError: there is no such folder, no such repository on the hub, or no default for
+            the base model.
     """
+    if name == DEFAULT:
+        return require_default(model)
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown ~user
     accepted = (
         "Give a folder that save_pretrained or `multirate fit` made, or a hub id (owner/name)."

@@ -1,0 +1,186 @@
+"""Prompt sets: what a benchmark decodes, from a file or from the sets that ship.
+
+One JSON object a line, in one of these shapes; of a conversation only the first turn is used.
+
+    {"turns": ["...", ...]}                          a user's turns, through the chat template
+    {"messages": [{"role", "content"}, ...]}         up to the first user message, the same way
+    {"prompt": "..."}                                one user message, the same way
+    {"text": "..."}                                  given to the model as it is
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from multirate.config.errors import MultirateError
+from multirate.decode.engine import Engine
+from multirate.models.loading import require_chat_template
+
+PROMPT_SETS = ("mt_bench",)
+
+_SHAPES = "'turns', 'messages', 'prompt' or 'text'"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt.
+
+    Attributes:
+        content: chat messages, or text that goes to the model as it is.
+        line: its line in the file, from 1.
+    """
+
+    content: str | list[dict[str, str]]
+    line: int
+
+    @property
+    def raw(self) -> bool:
+        """Whether the chat template is left out."""
+        return isinstance(self.content, str)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts and where they came from.
+
+    Attributes:
+        name: of the set, or of the file without its folder.
+        sha256: of the whole file, in hex.
+        rows: the prompts, in the file's order.
+    """
+
+    name: str
+    sha256: str
+    rows: tuple[PromptRow, ...]
+
+    def encode(self, engine: Engine) -> list[list[int]]:
+        """Every prompt's token ids.
+
+        Raises:
+            MultirateError: a prompt that the engine refuses, or a conversation for a model without
+                a chat template; the line is named.
+        """
+        ids = []
+        for row in self.rows:
+            try:
+                if not row.raw:
+                    _require_template(engine)
+                ids.append(engine.encode(row.content, raw=row.raw))
+            except MultirateError as error:
+                raise MultirateError(f"{self.name}, line {row.line}: {error}") from None
+        return ids
+
+
+def read_prompts(source: str | Path, *, limit: int | None = None) -> PromptSet:
+    """Read a prompt set.
+
+    Args:
+        source: the name of a set that ships, or a JSONL file (`./name` for one with a set's name).
+        limit: only the first so many prompts; None for all.
+
+    Raises:
+        MultirateError: no such set or file, a line of no known shape (its number is named), a file
+            without prompts, or a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise MultirateError(
+            f"limit={limit} is not allowed; give at least 1, or leave it out for all."
+        )
+    name = str(source)
+    known = name.replace("-", "_").lower()
+    try:
+        if known in PROMPT_SETS:
+            name, data = (
+                known,
+                files("multirate.bench").joinpath("data", f"{known}.jsonl").read_bytes(),
+            )
+        else:
+            name, data = Path(source).name, _require_file(source).read_bytes()
+        text = data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MultirateError(f"Cannot read {source} as UTF-8 text: {error}") from None
+    # Not splitlines: JSON strings may hold U+2028 and the like as they are.
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    rows = tuple(_row(line, i, source=source) for i, line in lines[:limit])
+    if not rows:
+        raise MultirateError(
+            f"{source} holds no prompts. Give one JSON object a line with {_SHAPES}."
+        )
+    return PromptSet(name, hashlib.sha256(data).hexdigest(), rows)
+
+
+def _require_file(source: str | Path) -> Path:
+    path = Path(source)
+    if not path.is_file():
+        raise MultirateError(
+            f"There is no prompt set and no file {str(source)!r}. Sets: {', '.join(PROMPT_SETS)}; or "
+            f"give a .jsonl file with {_SHAPES} on each line."
+        )
+    return path
+
+
+def _require_template(engine: Engine) -> None:
+    try:
+        require_chat_template(engine.tokenizer)
+    except MultirateError:
+        raise MultirateError(
+            'this model has no chat template. Use a chat model, or prompts of the form {"text": ...}, '
+            "which go to the model as they are."
+        ) from None
+
+
+def _row(line: str, number: int, *, source: str | Path) -> PromptRow:
+    try:
+        data = json.loads(line)
+        if not isinstance(data, dict):
+            raise ValueError("is not a JSON object")
+        return PromptRow(_content(data), number)
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON ({error.msg})"
+    except ValueError as error:
+        problem = str(error)
+    raise MultirateError(f"{source}, line {number}: {problem}. Needed: {_SHAPES}.")
+
+
+def _content(data: dict[str, Any]) -> str | list[dict[str, str]]:
+    if "turns" in data:
+        turns = data["turns"]
+        if not isinstance(turns, list) or not turns:
+            raise ValueError("'turns' is not a list of strings")
+        return _user(turns[0], "the first turn")
+    if "messages" in data:
+        return _first_turn(data["messages"])
+    if "prompt" in data:
+        return _user(data["prompt"], "'prompt'")
+    if "text" in data:
+        return _text(data["text"], "'text'")
+    raise ValueError("has no prompt")
+
+
+def _first_turn(messages: Any) -> list[dict[str, str]]:
+    """The messages up to the first one of the user."""
+    kept: list[dict[str, str]] = []
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError("a message is not an object with 'role' and 'content'")
+        kept.append(
+            {"role": message["role"], "content": _text(message.get("content"), "a message")}
+        )
+        if message["role"] == "user":
+            return kept
+    raise ValueError("'messages' holds no user message")
+
+
+def _user(value: Any, what: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": _text(value, what)}]
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{what} is empty or not a string")
+    return value

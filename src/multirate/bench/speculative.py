@@ -1,0 +1,323 @@
+"""`multirate bench speculative`: how fast methods decode the same prompts, and whether they agree.
+
+For every prompt each method runs once, in an order that rotates from prompt to prompt, so that a slow
+minute of the machine hits all alike. Nothing else runs in between; outputs are compared afterwards.
+
+- tokens/s: new tokens over the wall clock of the whole call, prefill included; median over prompts,
+  and from the 10th to the 90th percentile
+- speedup: median over prompts of the ratio of tokens/s to plain decoding's on the same prompt
+- acceptance: from the counts of all prompts together, in vLLM's terms
+- identical, near-ties, differences: prompts, by comparison of the new tokens with plain decoding's
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from multirate.bench.methods import METHODS, Method, Output, draft_options, require_methods
+from multirate.bench.prompts import PromptSet
+from multirate.bench.provenance import provenance, without_folders
+from multirate.config.errors import MultirateError
+from multirate.config.generation import GenerationOptions
+from multirate.decode.compare import Comparison, compare_outputs, near_tie_tolerance
+from multirate.decode.costs import synchronizer
+from multirate.decode.engine import Engine
+from multirate.decode.loop import SpeculationCounts
+from multirate.decode.results import Speculation
+
+WARM_UP_TOKENS = 8
+LOW, HIGH = 10, 90  # percentiles
+
+# Called with the number of timed runs that are done, and of all: first with 0, after the warm-up.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """What is measured.
+
+    Attributes:
+        methods: names in `METHODS`.
+        max_new_tokens: most tokens a prompt; an end-of-sequence token may end it earlier.
+        num_draft_tokens: drafts a step; None for the number that the measured step costs suggest.
+
+    Raises:
+        MultirateError: an unknown method, or a number that is not allowed.
+    """
+
+    methods: tuple[str, ...] = ("plain", "transformers", "multirate")
+    max_new_tokens: int = 128
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        require_methods(self.methods)
+        GenerationOptions(max_new_tokens=self.max_new_tokens)
+        draft_options(self.num_draft_tokens)
+
+    @property
+    def needs_accelerator(self) -> bool:
+        return any(METHODS[name].needs_accelerator for name in self.methods)
+
+    def require_accelerator(self, there: bool) -> None:
+        """Check that there is an accelerator if a method needs one.
+
+        Raises:
+            MultirateError: there is none.
+        """
+        if self.needs_accelerator and not there:
+            name = next(name for name in self.methods if METHODS[name].needs_accelerator)
+            raise MultirateError(
+                f"Method {name!r} needs an accelerator, and there is none for this model. Give one "
+                f"(--accelerator), make one with `multirate fit`, or leave the method out (--methods)."
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One timed run of a method on a prompt."""
+
+    output: Output
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.output.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over prompts: the median, and the 10th and 90th percentile (interpolated)."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        low, median, high = np.percentile(values, [LOW, 50, HIGH]).tolist()
+        return cls(median=median, low=low, high=high)
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """One method's numbers; None where there is nothing to tell.
+
+    Attributes:
+        tokens_per_second: of single prompts.
+        speedup_vs_plain: None if `plain` was not measured.
+        speedup_vs_transformers: the same way; not part of the JSON.
+        speculation: of all prompts together; None for a method without drafts.
+        identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured.
+        near_ties: prompts whose first different token was about as likely as plain decoding's.
+        differences: all others.
+    """
+
+    tokens_per_second: Spread
+    speedup_vs_plain: float | None
+    speedup_vs_transformers: float | None
+    speculation: Speculation | None
+    identical: int | None
+    near_ties: int | None
+    differences: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        speculation = self.speculation
+        return {
+            "tokens_per_second": asdict(self.tokens_per_second),
+            "speedup_vs_plain": self.speedup_vs_plain,
+            "mean_acceptance_length": getattr(speculation, "mean_acceptance_length", None),
+            "per_position_acceptance_rate": getattr(
+                speculation, "per_position_acceptance_rate", None
+            ),
+            "identical": self.identical,
+            "near_ties": self.near_ties,
+            "differences": self.differences,
+        }
+
+
+@dataclass(frozen=True)
+class SpeculativeReport:
+    """The whole measurement.
+
+    Attributes:
+        provenance: machine, software, code, command, and how the numbers are defined.
+        prompts: how many.
+        new_tokens: most new tokens a prompt, as asked for.
+        methods: by name, in the order asked for.
+    """
+
+    provenance: dict[str, Any]
+    prompts: int
+    new_tokens: int
+    methods: dict[str, MethodSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `--json` prints. Its shape is stable; only `provenance` may grow."""
+        return {
+            "provenance": self.provenance,
+            "prompts": self.prompts,
+            "new_tokens": self.new_tokens,
+            "methods": {name: summary.to_dict() for name, summary in self.methods.items()},
+        }
+
+
+def bench_speculative(
+    engine: Engine,
+    prompts: PromptSet,
+    options: SpeculativeOptions,
+    *,
+    accelerator: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> SpeculativeReport:
+    """Measure.
+
+    Args:
+        engine: with an accelerator where a method needs one.
+        prompts: all of them are decoded.
+        options: methods and lengths.
+        accelerator: what the engine's accelerator is called, for the provenance.
+        progress: called between timed runs.
+
+    Raises:
+        MultirateError: a method needs an accelerator and there is none, or a prompt that the model
+            cannot take.
+    """
+    options.require_accelerator(engine.accelerator is not None)
+    ids = prompts.encode(engine)
+    methods = {
+        name: METHODS[name].make(engine, options.num_draft_tokens) for name in options.methods
+    }
+    for method in methods.values():
+        method.prepare(ids)
+        method.run(ids[0], min(WARM_UP_TOKENS, options.max_new_tokens))
+    samples = run_interleaved(
+        methods,
+        ids,
+        max_new_tokens=options.max_new_tokens,
+        synchronize=synchronizer(engine.base.device),
+        progress=progress,
+    )
+    return SpeculativeReport(
+        provenance=_provenance(engine, prompts, options, accelerator),
+        prompts=len(ids),
+        new_tokens=options.max_new_tokens,
+        methods=summarise(samples, compare(engine, ids, samples)),
+    )
+
+
+def run_interleaved(
+    methods: Mapping[str, Method],
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    synchronize: Callable[[], None] = lambda: None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, list[Sample]]:
+    """Run every method once on every prompt; prompt i starts with method i modulo their number.
+
+    Returns:
+        A sample a prompt for every method.
+    """
+    names = list(methods)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    done, total = 0, len(names) * len(prompts)
+    progress(done, total)
+    for i, ids in enumerate(prompts):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            synchronize()
+            start = time.perf_counter()
+            output = methods[name].run(ids, max_new_tokens)
+            synchronize()
+            samples[name].append(Sample(output, time.perf_counter() - start))
+            done += 1
+            progress(done, total)
+    return samples
+
+
+def compare(
+    engine: Engine, prompts: Sequence[list[int]], samples: Mapping[str, Sequence[Sample]]
+) -> dict[str, list[Comparison]]:
+    """Every method's outputs against plain decoding's; empty if that was not measured."""
+    if "plain" not in samples:
+        return {}
+    plain = [sample.output.token_ids for sample in samples["plain"]]
+    return {
+        name: [
+            compare_outputs(engine.base, ids, expected, sample.output.token_ids)
+            for ids, expected, sample in zip(prompts, plain, own, strict=True)
+        ]
+        for name, own in samples.items()
+    }
+
+
+def summarise(
+    samples: Mapping[str, Sequence[Sample]], comparisons: Mapping[str, Sequence[Comparison]]
+) -> dict[str, MethodSummary]:
+    """Samples to numbers; see the module's text for what they mean."""
+    summaries = {}
+    for name, own in samples.items():
+        found = comparisons.get(name)
+        speculations = [s.output.speculation for s in own if s.output.speculation is not None]
+        summaries[name] = MethodSummary(
+            tokens_per_second=Spread.of([sample.tokens_per_second for sample in own]),
+            speedup_vs_plain=_speedup(own, samples.get("plain")),
+            speedup_vs_transformers=_speedup(own, samples.get("transformers")),
+            speculation=Speculation.of([_counts(s) for s in speculations])
+            if speculations
+            else None,
+            identical=_count(found, lambda c: c.identical),
+            near_ties=_count(found, lambda c: bool(c.near_tie)),
+            differences=_count(found, lambda c: not c.identical and not c.near_tie),
+        )
+    return summaries
+
+
+def _count(
+    comparisons: Sequence[Comparison] | None, test: Callable[[Comparison], bool]
+) -> int | None:
+    return None if comparisons is None else sum(map(test, comparisons))
+
+
+def _speedup(own: Sequence[Sample], other: Sequence[Sample] | None) -> float | None:
+    if other is None:
+        return None
+    ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(own, other, strict=True)]
+    return float(np.median(ratios))
+
+
+def _counts(speculation: Speculation) -> SpeculationCounts:
+    """The counts behind one prompt's rates: whole numbers over drafts, so rounding gives them back."""
+    return SpeculationCounts(
+        num_drafts=speculation.num_drafts,
+        num_draft_tokens=speculation.num_draft_tokens,
+        num_accepted_tokens=speculation.num_accepted_tokens,
+        accepted_per_position=[
+            round(rate * speculation.num_drafts)
+            for rate in speculation.per_position_acceptance_rate
+        ],
+        num_plain_steps=speculation.num_plain_steps,
+    )
+
+
+def _provenance(
+    engine: Engine, prompts: PromptSet, options: SpeculativeOptions, accelerator: str | None
+) -> dict[str, Any]:
+    base = engine.base
+    return {
+        **provenance(device=base.device, dtype=base.dtype),
+        "model": without_folders(str(base.config.name_or_path)),
+        "accelerator": accelerator and without_folders(accelerator),
+        "prompt_set": {"name": prompts.name, "sha256": prompts.sha256, "first": len(prompts.rows)},
+        "decoding": "greedy, one prompt at a time",
+        "num_draft_tokens": options.num_draft_tokens or "from measured step costs",
+        "timing": "wall clock of the whole call, prefill included; methods interleaved per prompt",
+        "spread": f"low and high are the {LOW}th and {HIGH}th percentile over prompts",
+        "speedup_definition": "median over prompts of the ratio of tokens/s on the same prompt",
+        "near_tie_tolerance": near_tie_tolerance(base.dtype),
+    }

@@ -1,0 +1,216 @@
+"""`multirate bench`: measurements, as a table or as JSON with their provenance."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from multirate.cli.options import (
+    MODEL_HELP,
+    AcceleratorChoice,
+    Device,
+    Dtype,
+    Json,
+    accelerator_for,
+    note,
+    write_json,
+)
+from multirate.models.embedded import EMBEDDED_NAME
+
+if TYPE_CHECKING:
+    from multirate.bench.speculative import MethodSummary, Progress, SpeculativeReport
+
+LINES = 10  # of progress, where stderr is no terminal
+
+bench = typer.Typer(
+    name="bench", help="Measure speed and agreement of decoding methods.", no_args_is_help=True
+)
+
+
+@bench.callback()
+def root() -> None:
+    """Keeps `bench NAME` even while there is only one benchmark."""
+
+
+@bench.command()
+def speculative(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = EMBEDDED_NAME,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE_OR_SET",
+            help="mt_bench, or a .jsonl file with turns, messages, prompt or text on each line",
+        ),
+    ] = "mt_bench",
+    limit: Annotated[int | None, typer.Option(help="only the first so many prompts")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="most new tokens of a prompt")] = 128,
+    methods: Annotated[
+        str, typer.Option(metavar="A,B,C", help="what to measure")
+    ] = "plain,transformers,multirate",
+    accelerator: AcceleratorChoice = None,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(help="drafts a step; default: chosen from measured step costs")
+    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also save the JSON to this file")
+    ] = None,
+) -> None:
+    """Greedy decoding of the same prompts by several methods: speed, acceptance, agreement."""
+    import multirate
+    from multirate.bench.files import require_writable, write_whole
+    from multirate.bench.prompts import read_prompts
+    from multirate.bench.speculative import SpeculativeOptions, bench_speculative
+
+    # Everything that can be refused is refused before anything slow starts.
+    names = tuple(name.strip() for name in methods.split(",") if name.strip())
+    options = SpeculativeOptions(names, max_new_tokens, num_draft_tokens)
+    prompt_set = read_prompts(prompts, limit=limit)
+    if output is not None:
+        require_writable(output)
+    chosen = None
+    if options.needs_accelerator or accelerator is not None:
+        chosen = accelerator_for(model, accelerator)
+    options.require_accelerator(chosen is not None)
+
+    engine = multirate.load(model, chosen, dtype=dtype, device=device)
+    with _progress() as progress:
+        report = bench_speculative(
+            engine,
+            prompt_set,
+            options,
+            accelerator=None if chosen is None else accelerator or "default",
+            progress=progress,
+        )
+    if output is not None:
+        write_whole(output, json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
+        note(f"saved {output}")
+    if as_json:
+        write_json(report.to_dict())
+    else:
+        show(report, Console(highlight=False))
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Shows how many timed runs are done and about how long the rest takes, on stderr."""
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    # Drawn between the timed runs only: a thread that draws would take part of a core from them.
+    bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
+    task = bar.add_task("measuring", total=None)
+    started = time.monotonic()
+
+    def advance(done: int, total: int) -> None:
+        nonlocal started
+        if done == 0:  # after the warm-up, which does not count for the estimate
+            started = time.monotonic()
+            bar.reset(task, total=total)
+        if console.is_terminal:
+            bar.update(task, completed=done, total=total, refresh=True)
+        elif done > 0 and (done % max(1, total // LINES) == 0 or done == total):
+            left = (time.monotonic() - started) / done * (total - done)
+            note(f"{done} of {total} runs, about {_clock(left)} left")
+
+    note("warming up, and measuring step costs")
+    if console.is_terminal:
+        bar.start()
+    try:
+        yield advance
+    finally:
+        bar.stop()
+
+
+def show(report: SpeculativeReport, console: Console) -> None:
+    """Print a report as a table, with what its numbers mean."""
+    source = report.provenance
+    machine = source["machine"]
+    table = Table(
+        title=f"{source['model']}, {source['dtype']}, greedy, {report.prompts} prompts x "
+        f"{report.new_tokens} new tokens",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,  # all columns fit in 80 characters
+    )
+    table.add_column("method", no_wrap=True)
+    for column in (
+        "tokens/s", "vs\nplain", "vs trans-\nformers", "acceptance\nlength",
+        "identical/\nnear-ties/\ndifferences",
+    ):  # fmt: skip
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, summary in report.methods.items():
+        table.add_row(name, *_cells(summary))
+    console.print(table)
+    for name, summary in report.methods.items():
+        for line in _drafting(name, summary):
+            console.print(line, soft_wrap=True)
+    console.print(
+        f"tokens/s of whole calls, prefill included: median over prompts (10th-90th percentile); "
+        f"speedups: median of the ratios on single prompts. Outputs are compared with plain's; a "
+        f"near-tie is a first difference with log-probabilities within "
+        f"{source['near_tie_tolerance']:.2g}.",
+        soft_wrap=True,
+    )
+    console.print(
+        f"{machine['cpu']}, {machine['usable_cores']} cores, {source['torch_threads']} threads, "
+        f"device {machine['device']}",
+        soft_wrap=True,
+    )
+
+
+def _cells(summary: MethodSummary) -> list[str]:
+    speed, speculation = summary.tokens_per_second, summary.speculation
+    counts = (summary.identical, summary.near_ties, summary.differences)
+    return [
+        f"{speed.median:.1f} ({speed.low:.1f}-{speed.high:.1f})",
+        _times(summary.speedup_vs_plain),
+        _times(summary.speedup_vs_transformers),
+        "-" if speculation is None else f"{speculation.mean_acceptance_length:.2f}",
+        "-" if summary.identical is None else " / ".join(map(str, counts)),
+    ]
+
+
+def _drafting(name: str, summary: MethodSummary) -> Iterator[str]:
+    """What a table has no room for: acceptance by position, and how much was drafted."""
+    speculation = summary.speculation
+    if speculation is None:
+        return
+    if speculation.num_drafts > 0:
+        rates = ", ".join(f"{rate:.2f}" for rate in speculation.per_position_acceptance_rate)
+        drafted = speculation.num_draft_tokens / speculation.num_drafts
+        yield (
+            f"{name}: {drafted:.1f} tokens a draft; share of drafts accepted up to position 1, 2, "
+            f"...: {rates}"
+        )
+    if speculation.note is not None:
+        yield f"{name}: {speculation.note}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

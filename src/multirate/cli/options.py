@@ -1,0 +1,54 @@
+"""What several commands share: common options, and how a command writes to the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multirate.models.embedded import EMBEDDED_NAME
+from multirate.streams.defaults import default_accelerator
+
+NO_ACCELERATOR = "none"
+
+MODEL_HELP = f"hub id, folder, .gguf file, or {EMBEDDED_NAME}, the embedded model"
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+AcceleratorChoice = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"accelerator folder or hub id, default = the one that ships for MODEL, or "
+        f"{NO_ACCELERATOR}; without this, the one that ships if any does",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="of the weights: bfloat16 (default), float32, float16 or auto")
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+
+
+def accelerator_for(model: str, choice: str | None) -> str | Path | None:
+    """What `multirate.load` is given for an --accelerator option; None for none."""
+    if choice is None:
+        return default_accelerator(model)
+    return None if choice == NO_ACCELERATOR else choice
+
+
+def write(text: str) -> None:
+    """Put text on stdout now, so that a reader that has gone is noticed here and not at exit."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(data: dict[str, Any]) -> None:
+    """Print one JSON object on stdout."""
+    write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def note(text: str) -> None:
+    """Print a line for the user on stderr."""
+    typer.echo(text, err=True)

@@ -1,0 +1,160 @@
+"""Training sees exactly what drafting will: the unrolled forward against the arena, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_fit import accelerator, batches
+from tiny_models import VOCABULARY, tiny_model
+
+from multirate.config.errors import MultirateError
+from multirate.decode.loop import _prefill
+from multirate.models.base import BaseModel
+from multirate.streams.accelerator import Accelerator, Carried
+from multirate.streams.fit import fit_closed_form
+from multirate.train import distill
+from multirate.train.distill import (
+    TrainingOptions,
+    distillation_loss,
+    mean_acceptance_length,
+    measure_acceptance,
+    train,
+    unroll,
+)
+
+MODELS = ["llama", "mistral", "qwen3-windowed", "gemma2", "gemma3_text", "olmoe", "gpt_oss"]
+
+
+def shaken(base: BaseModel, preset: str, **overrides: object) -> Accelerator:
+    """An accelerator none of whose weights is at its start."""
+    stream = accelerator(base, preset, **overrides)
+    g = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in stream.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=g))
+    return stream
+
+
+@pytest.mark.parametrize("preset", ["carry", "paper"])
+@pytest.mark.parametrize("model", MODELS)
+def test_unrolled_steps_equal_drafting(model: str, preset: str) -> None:
+    base = BaseModel(tiny_model(model))
+    changes = {"gates": (1, 3)} if preset == "paper" else {"draft_vocab_size": 31}
+    stream = shaken(base, preset, **changes)
+    ids = torch.randint(3, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
+    verified, steps = 11, 3
+    with torch.no_grad():
+        unrolled = [logits for logits, _, _ in unroll(stream, ids, steps)]
+        arena = base.arena(rows=2, max_len=20)
+        prompt = ids[:, :verified].tolist()
+        _, states = _prefill(base, prompt, arena, stream.carry_layers)
+        carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
+        for step in range(steps):
+            at = verified + step
+            block = base.block([at, at], 1)
+            prefix = stream.prefix([verified, verified], block.positions)
+            logits, carried = stream.step(ids[:, at : at + 1], carried, block, arena, prefix)
+            torch.testing.assert_close(
+                logits[:, 0], unrolled[step][:, at], atol=2e-5, rtol=1e-4, msg=f"step {step + 1}"
+            )
+
+
+def test_top_scoring_tokens_only() -> None:
+    """Attending to as many tokens as there are changes nothing; to one, it does."""
+    base = BaseModel(tiny_model("llama"))
+    ids = torch.randint(3, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    outputs = {}
+    for attended in (None, 16, 1):
+        stream = shaken(base, "paper", attended_tokens=attended)
+        with torch.no_grad():
+            outputs[attended] = next(iter(unroll(stream, ids, 1)))[0]
+    torch.testing.assert_close(outputs[16], outputs[None])
+    assert not torch.allclose(outputs[1], outputs[None], atol=1e-3)
+
+
+def training_text(seed: int, rows: int = 6) -> list[tuple[torch.Tensor, list[int], list[int]]]:
+    return [(ids, lengths, [4, 3]) for ids, lengths in batches(seed, rows)]
+
+
+@pytest.mark.parametrize("start", ["closed-form", "random"])
+@pytest.mark.parametrize("preset", ["carry", "paper"])
+def test_training_improves_any_start_and_leaves_the_base_alone(preset: str, start: str) -> None:
+    base = BaseModel(tiny_model("llama"))
+    base.model.requires_grad_(False)
+    before = {name: t.clone() for name, t in base.model.state_dict().items()}
+    stream = accelerator(base, preset, draft_vocab_size=VOCABULARY)
+    stream.set_draft_ids(torch.arange(VOCABULARY))
+    if start == "closed-form":
+        fit_closed_form(stream, ((ids, n) for ids, n, _ in training_text(0)))
+    options = TrainingOptions(learning_rate=3e-3, draft_steps=2)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return sum(float(distillation_loss(stream, b, options)[0]) for b in training_text(0))
+
+    first = loss()
+    steps: list[int] = []
+    train(stream, training_text(0) * 8, options, on_step=lambda step, parts: steps.append(step))
+    # The closed form starts near the floor, which is the entropy of the teacher.
+    assert loss() < (1.0 if start == "closed-form" else 0.99) * first
+    assert steps == list(range(1, 49))
+    for name, tensor in base.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(p.grad is None for p in base.model.parameters())
+
+
+def test_acceptance_of_a_perfect_and_a_useless_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = BaseModel(tiny_model("llama"))
+    stream = accelerator(base, "carry", draft_vocab_size=VOCABULARY)
+    stream.set_draft_ids(torch.arange(VOCABULARY))
+    text = training_text(3)
+    useless = measure_acceptance(stream, text, 2)
+    assert useless[0] < 0.3
+
+    original = distill.unroll
+
+    def spied(accelerator: Accelerator, ids: torch.Tensor, steps: int):  # type: ignore[no-untyped-def]
+        for _, final, pairs in original(accelerator, ids, steps):
+            yield base.head(final), final, pairs
+
+    monkeypatch.setattr(distill, "unroll", spied)
+    assert measure_acceptance(stream, text, 2) == (1.0, 1.0)
+
+
+def test_mean_acceptance_length() -> None:
+    assert mean_acceptance_length([]) == 1.0
+    assert mean_acceptance_length([0.5, 0.5]) == pytest.approx(1.75)
+
+
+def test_draft_vocabulary_is_checked_and_used() -> None:
+    base = BaseModel(tiny_model("llama"))
+    stream = accelerator(base, "carry", draft_vocab_size=3)
+    for ids, words in [
+        ([1, 2], "holds 2 ids"),
+        ([1, 2, VOCABULARY], f"names token {VOCABULARY}, outside"),
+        ([1, 2, -1], "names token -1, outside"),
+        ([1, 2, 2], "names a token twice"),
+    ]:
+        with pytest.raises(MultirateError, match=words):
+            stream.set_draft_ids(torch.tensor(ids))
+    stream.set_draft_ids(torch.tensor([7, 3, 90]))
+    p = torch.randn(2, 5, base.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(stream.draft_logits(p), base.head(p)[..., [7, 3, 90]])
+
+
+def test_an_accelerator_for_another_shape_is_refused() -> None:
+    base = BaseModel(tiny_model("llama"))
+    config = accelerator(base, "carry").config
+    other = BaseModel(tiny_model("llama", num_hidden_layers=3))
+    with pytest.raises(MultirateError, match="num_layers=4, but the loaded model has 3"):
+        Accelerator(config, other)
+
+
+def test_generating_then_training_the_same_accelerator() -> None:
+    base = BaseModel(tiny_model("llama"))
+    base.model.requires_grad_(False)
+    stream = shaken(base, "carry", draft_vocab_size=40)
+    with torch.inference_mode():
+        stream.draft_logits(torch.zeros(1, 1, base.hidden_size))
+    train(stream, training_text(0, 1), TrainingOptions(draft_steps=1))
