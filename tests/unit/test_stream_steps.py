@@ -10,6 +10,7 @@ from tiny_models import VOCABULARY, tiny_model
 from multirate.config.errors import MultirateError
 from multirate.decode.loop import _prefill
 from multirate.models.base import BaseModel
+from multirate.streams import accelerator as accelerator_module
 from multirate.streams.accelerator import Accelerator, Carried
 from multirate.streams.fit import fit_closed_form
 from multirate.train import distill
@@ -158,3 +159,31 @@ def test_generating_then_training_the_same_accelerator() -> None:
     with torch.inference_mode():
         stream.draft_logits(torch.zeros(1, 1, base.hidden_size))
     train(stream, training_text(0, 1), TrainingOptions(draft_steps=1))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_folding_changes_speed_only(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_module, "FOLD_LIMIT", 1.0)
+    base = BaseModel(tiny_model(model))
+    stream = shaken(base, "carry").eval()
+    ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
+    names = set(stream.state_dict())
+    before = {name: t.clone() for name, t in base.model.state_dict().items()}
+    with torch.no_grad():
+        adapted = [logits for logits, _, _ in unroll(stream, ids, 2)]
+        stream.fold()
+        assert all(layer.folded is not None for layer in stream.layers)
+        folded = [logits for logits, _, _ in unroll(stream, ids, 2)]
+    for one, other in zip(folded, adapted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert set(stream.state_dict()) == names
+    for name, tensor in base.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    stream.train()
+    assert all(layer.folded is None for layer in stream.layers)
+
+
+def test_folding_keeps_to_its_limit() -> None:
+    stream = shaken(BaseModel(tiny_model("llama")), "carry").eval()  # 2 of 4 layers: far over it
+    stream.fold()
+    assert all(layer.folded is None for layer in stream.layers)

@@ -66,7 +66,9 @@ def demo(
     if not prompt.strip():
         raise MultirateError("The prompt is empty. Give at least one word.")
     progress = Console(stderr=True, highlight=False)
-    with progress.status("Starting") if progress.is_terminal else nullcontext() as status:
+    # Drawn rarely: what the spinner computes, the timed runs do not.
+    spinner = progress.status("Starting", refresh_per_second=2)
+    with spinner if progress.is_terminal else nullcontext() as status:
 
         def report(text: str) -> None:
             if status is not None:

@@ -62,7 +62,7 @@ def main() -> None:
     with warnings.catch_warnings():
         _keep_quiet()
         try:
-            app()
+            app(prog_name="multirate")
         except MultirateError as error:
             # A Text, since brackets in a message are no markup.
             message = Text.assemble(("Error:", "bold red"), " ", str(error))

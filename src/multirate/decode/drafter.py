@@ -68,7 +68,8 @@ class AcceleratorDrafter:
     """Drafts one token after another with the accelerated stream."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+        self.accelerator = accelerator.eval()
+        accelerator.fold()
 
     @property
     def carry_layers(self) -> Sequence[int]:

@@ -38,6 +38,16 @@ class AdaptedLinear(nn.Module):
         out: Tensor = self.linear(x) + self.adapter(x)
         return out
 
+    def folded(self) -> nn.Linear:
+        """One plain linear layer with the adapter added into a copy of the weights."""
+        linear, adapter = self.linear, self.adapter
+        weight = linear.weight.detach()
+        delta = (adapter.B.detach().float() @ adapter.A.detach().float()).to(weight.device)
+        result = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+        result.weight = nn.Parameter((weight.float() + delta).to(weight.dtype), requires_grad=False)
+        result.bias = linear.bias
+        return result
+
 
 class LowRankMix(nn.Module):
     """p -> B (A p + silu(G norm(p))) + b: a low-rank MLP with a linear path.

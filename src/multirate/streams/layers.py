@@ -32,6 +32,13 @@ class Prefix:
     masks: dict[str, Tensor]
 
 
+def _share(layer: nn.Module) -> nn.Module:
+    """A copy of a module tree that uses the same tensors and the same model config."""
+    configs = [c for m in layer.modules() if (c := getattr(m, "config", None)) is not None]
+    shared = chain(layer.parameters(), layer.buffers(), configs)
+    return copy.deepcopy(layer, {id(x): x for x in shared})
+
+
 class TiedLayer(nn.Module):
     """A base decoder layer run a second time, with low-rank adapters on all its linear modules.
 
@@ -43,9 +50,7 @@ class TiedLayer(nn.Module):
         super().__init__()
         self.base, self.index = base, index
         self.adapters = nn.ModuleDict()
-        layer = base.layers[index]
-        shared = chain(layer.parameters(), layer.buffers(), [base.config])
-        tied = copy.deepcopy(layer, {id(x): x for x in shared})
+        tied = _share(base.layers[index])
         linears = [(n, m) for n, m in tied.named_modules() if isinstance(m, nn.Linear)]
         for name, linear in linears:
             adapter = LowRank(linear.in_features, linear.out_features, rank)
@@ -54,12 +59,37 @@ class TiedLayer(nn.Module):
         # Kept out of the module tree: the base's weights are not this accelerator's to save or move.
         self.__dict__["tied"] = tied
 
+        self.__dict__["folded"] = None
+
     tied: nn.Module
+    folded: nn.Module | None
 
     def forward(self, p: Tensor, block: Block, arena: KVArena, prefix: Prefix | None) -> Tensor:
         """p_i `[B, n, D]` to p_{i+1}; writes provisional keys and values at the block's slots."""
         arena.use(block, self.index, self.index + 1)
-        return self.base.run_layer(self.tied, self.index, p, block, arena)
+        return self.base.run_layer(self.folded or self.tied, self.index, p, block, arena)
+
+    def fold(self) -> None:
+        """Draft faster: add the adapters into copies of the weights. `train()` undoes it.
+
+        A draft step is a handful of small matmuls, so the adapters' own cost shows: unfolded, the
+        embedded model's two layers take 1.4 times as long.
+        """
+        folded = _share(self.tied)
+        for name, module in list(folded.named_modules()):
+            if isinstance(module, AdaptedLinear):
+                folded.set_submodule(name, module.folded())
+        self.__dict__["folded"] = folded
+
+    def fold_bytes(self) -> int:
+        """Memory that `fold` takes."""
+        modules = [m for m in self.tied.modules() if isinstance(m, AdaptedLinear)]
+        return sum(m.linear.weight.nbytes for m in modules)
+
+    def train(self, mode: bool = True) -> TiedLayer:
+        if mode:
+            self.__dict__["folded"] = None
+        return super().train(mode)
 
 
 class LeanLayer(nn.Module):

@@ -236,6 +236,7 @@ def train(
     Raises:
         MultirateError: the loss became NaN or infinite.
     """
+    accelerator.train()
     parameters = [p for p in accelerator.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=options.learning_rate, weight_decay=0.0)
     warmup = max(1, round(options.warmup_share * len(batches)))
@@ -259,3 +260,4 @@ def train(
         optimizer.step()
         schedule.step()
         on_step(step, {"loss": float(loss.detach()), "gradient_norm": float(norm), **parts})
+    accelerator.eval()
