@@ -18,6 +18,7 @@ from multirate.decode import loop
 from multirate.decode.costs import DraftLength, StepCosts, measure_costs
 from multirate.decode.drafter import Draft
 from multirate.decode.engine import Engine
+from multirate.decode.sampling import Sampler
 from multirate.models.base import BaseModel
 
 PROMPTS = [[5, 9, 11, 7], [8, 3], [20, 21, 22, 23, 24, 25, 26, 27, 28], [60]]
@@ -187,10 +188,12 @@ def test_plain_is_bit_identical_with_an_accelerator_loaded() -> None:
 def test_draft_length_maximises_tokens_a_second() -> None:
     costs = StepCosts(verify=(10.0, 10.5, 11.0, 11.5, 12.0), draft=1.0)
     # k = 0: 0.1 tokens/s; good drafts pay more than they cost, so all four are drafted.
-    assert DraftLength(costs, max_drafts=4, prior=[0.9]).choose() == 4
+    assert DraftLength(costs, max_drafts=4, prior=[0.9]).best()[0] == 4
     # a = 0.3: 1.3 / 11.5 = .1130, 1.39 / 13 = .1069: one draft is best.
-    assert DraftLength(costs, max_drafts=4, prior=[0.3]).choose() == 1
+    k, rate = DraftLength(costs, max_drafts=4, prior=[0.3]).best()
+    assert (k, rate) == (1, pytest.approx(1.3 / 11.5))
     # a = 0.1: 1.1 / 11.5 < 1 / 10: none pays.
+    assert DraftLength(costs, max_drafts=4, prior=[0.1]).best() == (0, pytest.approx(0.1))
     assert DraftLength(costs, max_drafts=4, prior=[0.1]).choose() == 0
     assert DraftLength(None, max_drafts=4, fixed=3).choose() == 3
 
@@ -208,6 +211,42 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again() -> None:
     assert first_stop < 25
     later = chosen[first_stop:]
     assert 0 < sum(k > 0 for k in later) < 0.3 * len(later)
+
+
+def test_a_draft_goes_on_while_its_expected_gain_is_worth_its_cost() -> None:
+    costs = StepCosts(verify=(10.0, 10.5, 11.0, 11.5, 12.0), draft=1.0)
+    policy = DraftLength(costs, max_drafts=4, prior=[0.5])
+    k, rate = policy.best()
+    # k = 2: 1.75 / 13 = .1346 is the best; one more draft adds 1.5 s, worth .202 tokens.
+    assert (k, rate) == (2, pytest.approx(1.75 / 13))
+    assert policy.choose() == 4
+    for drafted in (1, 2, 3):
+        assert policy.go_on(drafted, chance=0.41)  # 0.41 x 0.5 = .205
+        assert not policy.go_on(drafted, chance=0.40)
+    assert DraftLength(None, max_drafts=4, fixed=3).go_on(1, chance=0.0)
+
+
+def test_a_draft_ends_when_the_drafter_is_not_sure() -> None:
+    """The stream is asked after each draft, and its confidence is a probability."""
+    engine = engine_for("llama")
+    asked: list[tuple[int, float]] = []
+
+    def go_on(drafted: int, chance: float) -> bool:
+        asked.append((drafted, chance))
+        return drafted < 2
+
+    base, drafter = engine.base, engine.drafter
+    assert drafter is not None
+    with torch.inference_mode():
+        arena = base.arena(rows=2, max_len=12)
+        _, states = loop._prefill(base, [[5, 6, 7], [8, 9]], arena, drafter.carry_layers)
+        draft = drafter.draft(
+            torch.tensor([3, 4]), [3, 2], states, arena,
+            count=5, sampler=Sampler(GenerationOptions(), device="cpu"), go_on=go_on,
+        )  # fmt: skip
+    assert draft.tokens.shape == (2, 2)
+    assert [n for n, _ in asked] == [1, 2]
+    assert 1 > asked[0][1] > asked[1][1] > 0
 
 
 def test_draft_length_learns_each_position() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multirate.decode.engine import Engine
     from multirate.decode.results import GenerationResult
 
-PROMPT = "Explain in a few sentences why the sky is blue."
+PROMPT = "What are the benefits of regular exercise?"
 RUNS = 3
 WARM_UP_TOKENS = 8
 SIDE_BY_SIDE = 100  # columns of a terminal that two panels need

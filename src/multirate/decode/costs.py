@@ -2,7 +2,8 @@
 
 Drafting k tokens and verifying them costs `k * draft + verify(k + 1)` seconds and yields
 1 + a_1 + a_1 a_2 + ... tokens. The best k follows from the costs of this machine and the acceptance of
-this text; k = 0 is plain decoding, so drafting stops by itself where it does not pay.
+this text; k = 0 is plain decoding, so drafting stops by itself where it does not pay. Within a
+draft the drafter's confidence decides: one more draft is made while its expected gain is worth its cost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 import torch
@@ -30,6 +32,11 @@ class StepCosts:
     def cycle(self, k: int) -> float:
         """Seconds of drafting k tokens and verifying them; `cycle(0)` is a plain step."""
         return k * self.draft + self.verify[k]
+
+    @property
+    def one_more(self) -> float:
+        """Seconds that one more draft adds to a cycle, by the average slope of verify."""
+        return self.draft + (self.verify[-1] - self.verify[0]) / (len(self.verify) - 1)
 
 
 def measure_costs(
@@ -65,7 +72,8 @@ def measure_costs(
         above = min(s for s in sizes if s >= n)
         share = (n - below) / (above - below) if above > below else 0.0
         verify_costs.append(known[below] * (1 - share) + known[above] * share)
-    return StepCosts(tuple(verify_costs), medians[-1])
+    # More rows cannot be cheaper; where they were measured so, it was noise.
+    return StepCosts(tuple(accumulate(verify_costs, max)), medians[-1])
 
 
 # Seen drafts fade with this factor a cycle, so the estimate follows the text, and falls back to the
@@ -107,10 +115,8 @@ class DraftLength:
             for passed, reached, prior in zip(self.passed, self.reached, self.prior, strict=True)
         ]
 
-    def choose(self) -> int:
-        """The number of drafts with the most expected tokens a second; 0 = plain decoding."""
-        if self.fixed is not None:
-            return self.fixed
+    def best(self) -> tuple[int, float]:
+        """The fixed number of drafts with the most expected tokens a second, and that rate."""
         assert self.costs is not None
         best, best_rate = 0, 1.0 / self.costs.cycle(0)
         tokens, chance = 1.0, 1.0
@@ -120,7 +126,25 @@ class DraftLength:
             rate = tokens / self.costs.cycle(k)
             if rate > best_rate:
                 best, best_rate = k, rate
-        return best
+        return best, best_rate
+
+    def choose(self) -> int:
+        """The most tokens to draft now; 0 = plain decoding, because no draft length pays."""
+        if self.fixed is not None:
+            return self.fixed
+        return self.max_drafts if self.best()[0] > 0 else 0
+
+    def go_on(self, drafted: int, chance: float) -> bool:
+        """Whether one more draft pays: its expected tokens against what its time yields otherwise.
+
+        Args:
+            drafted: drafts made so far in this cycle, fewer than `max_drafts`.
+            chance: that all of them are accepted, by the drafter's own confidence.
+        """
+        if self.fixed is not None:
+            return True
+        assert self.costs is not None
+        return chance * self.acceptance()[drafted] > self.best()[1] * self.costs.one_more
 
     def update(self, outcomes: Sequence[tuple[int, int]]) -> None:
         """Learn from one cycle: (drafted, accepted) of each row."""

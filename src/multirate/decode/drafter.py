@@ -7,7 +7,7 @@ Shapes: R rows, k drafts, D hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,16 +51,20 @@ class Drafter(Protocol):
         *,
         count: int,
         sampler: Sampler,
+        go_on: Callable[[int, float], bool],
     ) -> Draft:
-        """Guess `count` tokens for each row.
+        """Guess up to `count` tokens for each row.
 
         Args:
             last: LongTensor `[R]`, each row's last token, not yet in the arena.
             lengths: verified slots of each row; `last` will sit at slot `lengths[row]`.
             states: for each of `carry_layers` the slow state `[R, 1, D]` one position before `last`.
             arena: keys and values; slots from `lengths[row]` on are free to use.
-            count: k, at least 1.
+            count: most drafts, at least 1.
             sampler: greedy or sampling, as the target is.
+            go_on: asked after each draft but the last, with the number of drafts made and the
+                drafter's own chance that all of them are right (mean over rows); False ends the
+                draft. What is already drafted stays in it, so acceptance remains exact.
         """
 
 
@@ -84,22 +88,28 @@ class AcceleratorDrafter:
         *,
         count: int,
         sampler: Sampler,
+        go_on: Callable[[int, float], bool],
     ) -> Draft:
         stream, base = self.accelerator, self.accelerator.base
         carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
         ids, token = stream.draft_ids, last
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
+        chance = torch.ones(len(lengths), device=base.device)
         for step in range(count):
+            if step > 0 and not go_on(step, float(chance.mean())):
+                break
             block = base.block([length + step for length in lengths], 1)
             prefix = stream.prefix(lengths, block.positions)
             logits, carried = stream.step(token[:, None], carried, block, arena, prefix)
+            q = sampler.probabilities(sampler.warp_draft(logits[:, 0]))
             if sampler.greedy:
-                column = logits[:, 0].argmax(-1)
+                chosen, column = q.max(-1)
             else:
-                q = sampler.probabilities(sampler.warp_draft(logits[:, 0]))
                 column = sampler.draw(q)
+                chosen = q.gather(-1, column[:, None])[:, 0]
                 probs.append(q)
+            chance = chance * chosen
             token = column if ids is None else ids[column]
             tokens.append(token)
         return Draft(

@@ -243,7 +243,9 @@ class Engine:
             greedy.scores(base.head(h), [[]] * rows).argmax(-1)
 
         def draft() -> None:
-            drafter.draft(token, lengths, states, arena, count=1, sampler=greedy)
+            drafter.draft(
+                token, lengths, states, arena, count=1, sampler=greedy, go_on=lambda *_: False
+            )
 
         return measure_costs(
             verify, draft, max_drafts=max_drafts, synchronize=synchronizer(base.device)

@@ -151,8 +151,10 @@ def decode(
         draft = Draft(rows.last.new_empty((len(rows.index), 0)))
         if drafter is not None and k > 0:
             draft = drafter.draft(
-                rows.last, rows.lengths, rows.states, arena, count=k, sampler=sampler
-            )
+                rows.last, rows.lengths, rows.states, arena, count=k, sampler=sampler,
+                go_on=cast(DraftLength, draft_length).go_on,
+            )  # fmt: skip
+            k = draft.tokens.shape[1]
         drafted = [max(0, min(k, c.room - 1)) for c in rows.checkers]
         acceptance = _verify(base, rows, draft, drafted, arena, sampler)
         blocks = acceptance.blocks(draft.tokens)
