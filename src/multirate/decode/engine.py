@@ -88,8 +88,8 @@ class Engine:
         single, ids = self._prompts(prompts, raw=raw)
         if streamer is not None and len(ids) != 1:
             raise MultirateError(f"A streamer serves one prompt, got {len(ids)}. Use generate().")
-        started = time.perf_counter()
         run = _Run(self, ids, options, processors)
+        started = time.perf_counter()
         if streamer is not None:
             streamer.put(torch.tensor(ids))
         for steps in run.steps():
@@ -130,8 +130,8 @@ class Engine:
     def _stream(
         self, ids: list[list[int]], options: GenerationOptions, processors: Sequence[Processor]
     ) -> Iterator[str | GenerationResult]:
-        started = time.perf_counter()
         run = _Run(self, ids, options, processors)
+        started = time.perf_counter()
         for steps in run.steps():
             run.note_finished(steps, time.perf_counter() - started)
             piece = run.checkers[0].stream_text()
@@ -281,6 +281,8 @@ class _Run:
         self.counts = [SpeculationCounts() for _ in prompts]
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.seconds = [0.0] * len(prompts)
+        # The first of its kind measures step costs, once; that is no part of generating.
+        self.draft_length = self._draft_length() if self.strategy == "speculative" else None
 
     def steps(self) -> Iterator[list[RowStep]]:
         engine = self.engine
@@ -291,7 +293,7 @@ class _Run:
             self.checkers,
             self.sampler,
             drafter=engine.drafter if speculative else None,
-            draft_length=self._draft_length() if speculative else None,
+            draft_length=self.draft_length,
             counts=self.counts,
         )
 

@@ -67,9 +67,7 @@ class SpeculationCounts:
     num_plain_steps: int = 0
 
     def add(self, drafted: int, accepted: int) -> None:
-        if drafted == 0:
-            self.num_plain_steps += 1
-            return
+        """Count one verify pass that held drafts of this row."""
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
@@ -144,10 +142,11 @@ def decode(
     rows.last = sampler.choose(sampler.scores(base.head(final), rows.ids))[:, 0]
     yield _emit(rows, [[token] for token in rows.last.tolist()], arena)
     while rows.index:
-        k = 0
+        k = wanted = 0
         if draft_length is not None:
+            wanted = draft_length.choose()
             # The last token a row may get needs no draft: the verify pass itself yields it.
-            k = min(draft_length.choose(), max(c.room for c in rows.checkers) - 1)
+            k = min(wanted, max(c.room for c in rows.checkers) - 1)
         draft = Draft(rows.last.new_empty((len(rows.index), 0)))
         if drafter is not None and k > 0:
             draft = drafter.draft(
@@ -161,8 +160,11 @@ def decode(
         outcomes = [(n, len(block) - 1) for n, block in zip(drafted, blocks, strict=True)]
         if draft_length is not None:
             draft_length.update(outcomes)
-            for count, outcome in zip(rows.counts, outcomes, strict=True):
-                count.add(*outcome)
+            for count, (tried, accepted) in zip(rows.counts, outcomes, strict=True):
+                if tried > 0:
+                    count.add(tried, accepted)
+                elif wanted == 0:
+                    count.num_plain_steps += 1
         rows.last = acceptance.next_token
         rows.lengths = [n + len(b) for n, b in zip(rows.lengths, blocks, strict=True)]
         yield _emit(rows, blocks, arena)

@@ -23,7 +23,7 @@ from multirate.config.errors import MultirateError
 from multirate.models.base import BaseModel
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.fit import fit_closed_form
-from multirate.streams.folder import require_free, save_accelerator
+from multirate.streams.folder import require_free, require_writable, save_accelerator
 from multirate.train.data import Row, batches
 from multirate.train.distill import (
     TrainingBatch,
@@ -130,7 +130,9 @@ def fit_accelerator(
             written, or a loss that is not finite.
     """
     options, training = options or FitOptions(), training or TrainingOptions()
-    require_free(output.expanduser().resolve(), overwrite=overwrite)
+    target = output.expanduser().resolve()
+    require_free(target, overwrite=overwrite)
+    require_writable(target)
     if len(rows) <= options.heldout_rows:
         raise MultirateError(
             f"The data hold {len(rows)} texts, but {options.heldout_rows} are kept back to measure "
