@@ -42,6 +42,8 @@ def main() -> None:
             result = compare_outputs(engine.base, ids, one.token_ids, two.token_ids)
             kind = "near-ties" if result.near_tie else "differences"
             counts["identical" if result.identical else kind] += 1
+            if kind == "differences" and not result.identical:
+                print(f"difference at token {result.first_difference}, gap {result.gap}")
             spec = two.speculation
             drafts += spec.num_drafts
             accepted += spec.num_accepted_tokens
