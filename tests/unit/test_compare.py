@@ -71,3 +71,16 @@ def test_the_tolerance_follows_the_models_dtype() -> None:
     far = int((gaps > 0.3).nonzero()[0])
     assert compare_outputs(base, PROMPT, [token], [close]).near_tie is True
     assert compare_outputs(base, PROMPT, [token], [far]).near_tie is False
+
+
+def test_a_gap_of_exactly_two_steps_is_a_near_tie(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 logits 0.25 apart: their float32 log-softmax differs by 0.25000006."""
+    logits = torch.randn(97, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    logits[12], logits[50] = 17.125, 17.375
+    rounded = logits.log_softmax(-1)
+    monkeypatch.setattr(compare_module, "_next_logits", lambda *_: logits)
+    found = compare_outputs(base, PROMPT, [12], [50], tolerance=0.25)
+    assert (found.gap, found.near_tie) == (0.25, True)
+    assert float(rounded[50] - rounded[12]) == pytest.approx(0.25, abs=1e-5)
