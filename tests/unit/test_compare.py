@@ -7,6 +7,7 @@ import torch
 from tiny_models import tiny_model
 
 from multirate.decode import compare as compare_module
+from multirate.decode import loop
 from multirate.decode.compare import Comparison, compare_outputs, near_tie_tolerance
 from multirate.models.base import BaseModel
 
@@ -32,7 +33,7 @@ def test_identical_outputs(base: BaseModel) -> None:
 def test_the_gap_is_the_models_own_at_the_first_difference(
     base: BaseModel, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(compare_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(loop, "PREFILL_CHUNK", chunk)
     scores = log_probs(base, PROMPT + PLAIN[:2])
     gap = abs(float(scores[12] - scores[50]))
     for tolerance, near_tie in ((1.01 * gap, True), (0.99 * gap, False)):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny_models import VOCABULARY, tiny_model
 
-from multirate.config.accelerator import preset_config
 from multirate.models.base import BaseModel
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.fit import Moments, fit_closed_form, reduced_rank, slow_states
@@ -16,16 +15,8 @@ from multirate.streams.layers import LeanLayer
 
 
 def accelerator(base: BaseModel, preset: str, **overrides: object) -> Accelerator:
-    config = preset_config(
-        preset,
-        num_layers=base.num_layers,
-        hidden_size=base.hidden_size,
-        vocab_size=base.vocab_size,
-        num_attention_heads=base.config.num_attention_heads,
-        **overrides,
-    )
     torch.manual_seed(0)
-    return Accelerator(config, base)
+    return Accelerator.from_preset(preset, base, **overrides)
 
 
 def batches(seed: int, count: int = 40) -> list[tuple[torch.Tensor, list[int]]]:

@@ -242,7 +242,7 @@ def test_a_draft_ends_when_the_drafter_is_not_sure() -> None:
     assert drafter is not None
     with torch.inference_mode():
         arena = base.arena(rows=2, max_len=12)
-        _, states = loop._prefill(base, [[5, 6, 7], [8, 9]], arena, drafter.carry_layers)
+        _, states = loop.prefill(base, [[5, 6, 7], [8, 9]], arena, drafter.carry_layers)
         draft = drafter.draft(
             torch.tensor([3, 4]), [3, 2], states, arena,
             count=5, sampler=Sampler(GenerationOptions(), device="cpu"), go_on=go_on,

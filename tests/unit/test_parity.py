@@ -14,7 +14,6 @@ from tiny_models import MAX_POSITIONS, NUM_LAYERS, TINY_MODELS, VOCABULARY, WIND
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from multirate.config.accelerator import preset_config
 from multirate.models.architectures import FULL, SLIDING, SUPPORTED_MODEL_TYPES
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel
@@ -246,16 +245,9 @@ def test_block_at_the_end_of_the_arena(base: BaseModel) -> None:
 def make_accelerator(base: BaseModel, name: str, *, trained: bool) -> Accelerator:
     """`trained`: no weight is left at zero, so that whatever leaks into the base shows."""
     preset, changes = ACCELERATORS[name]
-    config = preset_config(
-        preset,
-        num_layers=base.num_layers,
-        hidden_size=base.hidden_size,
-        vocab_size=base.vocab_size,
-        num_attention_heads=base.config.num_attention_heads,
-        **changes,
-    )
     torch.manual_seed(0)
-    made = Accelerator(config, base)
+    made = Accelerator.from_preset(preset, base, **changes)
+    config = made.config
     if trained:
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -8,7 +8,7 @@ from test_fit import accelerator, batches
 from tiny_models import VOCABULARY, tiny_model
 
 from multirate.config.errors import MultirateError
-from multirate.decode.loop import _prefill
+from multirate.decode.loop import prefill
 from multirate.models.base import BaseModel
 from multirate.streams import accelerator as accelerator_module
 from multirate.streams.accelerator import Accelerator, Carried
@@ -48,7 +48,7 @@ def test_unrolled_steps_equal_drafting(model: str, preset: str) -> None:
         unrolled = [logits for logits, _, _ in unroll(stream, ids, steps)]
         arena = base.arena(rows=2, max_len=20)
         prompt = ids[:, :verified].tolist()
-        _, states = _prefill(base, prompt, arena, stream.carry_layers)
+        _, states = prefill(base, prompt, arena, stream.carry_layers)
         carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
         for step in range(steps):
             at = verified + step

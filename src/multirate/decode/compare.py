@@ -14,7 +14,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from multirate.decode.loop import PREFILL_CHUNK
+from multirate.decode.loop import prefill
 from multirate.models.base import BaseModel
 
 _LOGIT_SIZE = 16  # the best tokens' logits are of the order of 16 to 32
@@ -85,10 +85,5 @@ def compare_outputs(
 @torch.inference_mode()
 def _next_logits(base: BaseModel, ids: Sequence[int]) -> Tensor:
     """Logits `[V]` of the token after `ids`, float32, from one plain pass in chunks."""
-    tokens = torch.tensor([list(ids)], device=base.device)
-    arena = base.arena(rows=1, max_len=tokens.shape[1])
-    for start in range(0, tokens.shape[1], PREFILL_CHUNK):
-        chunk = tokens[:, start : start + PREFILL_CHUNK]
-        block = base.block([start], chunk.shape[1])
-        h = base.run_layers(base.embed(chunk), 0, base.num_layers, block, arena)
-    return base.head(h[0, -1]).float()
+    final, _ = prefill(base, [ids], base.arena(rows=1, max_len=len(ids)), ())
+    return base.head(final)[0, 0].float()

@@ -129,7 +129,7 @@ def decode(
     max_drafts = draft_length.max_drafts if draft_length is not None else 0
     room = max(len(p) + c.room for p, c in zip(prompts, checkers, strict=True))
     arena = base.arena(rows=len(prompts), max_len=room + max_drafts)
-    final, states = _prefill(base, prompts, arena, drafter.carry_layers if drafter else ())
+    final, states = prefill(base, prompts, arena, drafter.carry_layers if drafter else ())
     rows = _Rows(
         index=list(range(len(prompts))),
         ids=[list(p) for p in prompts],
@@ -170,7 +170,7 @@ def decode(
         yield _emit(rows, blocks, arena)
 
 
-def _prefill(
+def prefill(
     base: BaseModel, prompts: Sequence[Sequence[int]], arena: KVArena, layers: Sequence[int]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Run the prompts, right-padded, in chunks.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multirate.config.accelerator import AcceleratorConfig
+from multirate.config.accelerator import AcceleratorConfig, preset_config
 from multirate.config.errors import MultirateError
 from multirate.models.arena import KVArena
 from multirate.models.base import SLIDING, BaseModel, Block
@@ -82,6 +82,23 @@ class Accelerator(nn.Module):
         self.to(base.device)
 
     base: BaseModel
+
+    @classmethod
+    def from_preset(cls, preset: str, base: BaseModel, **overrides: Any) -> Accelerator:
+        """A new accelerator of a preset's shape for this model; see `config.accelerator.preset_config`.
+
+        Raises:
+            MultirateError: an unknown preset or field, or a value that is not allowed.
+        """
+        config = preset_config(
+            preset,
+            num_layers=base.num_layers,
+            hidden_size=base.hidden_size,
+            vocab_size=base.vocab_size,
+            num_attention_heads=base.config.num_attention_heads,
+            **overrides,
+        )
+        return cls(config, base)
 
     def _layer(self, i: int) -> nn.Module:
         config, source = self.config, self.config.source_layer(i)

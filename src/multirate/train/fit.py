@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.config.accelerator import preset_config
 from multirate.config.errors import MultirateError
 from multirate.models.base import BaseModel
 from multirate.streams.accelerator import Accelerator
@@ -141,15 +140,10 @@ def fit_accelerator(
     torch.manual_seed(options.seed)
     kept_back, rows = split_rows(rows, heldout=options.heldout_rows, seed=options.seed)
     heldout = list(batches(kept_back, tokens=options.batch_tokens))
-    config = preset_config(
-        preset,
-        num_layers=base.num_layers,
-        hidden_size=base.hidden_size,
-        vocab_size=base.vocab_size,
-        num_attention_heads=base.config.num_attention_heads,
-        **{"base_model_name_or_path": name, "revision": revision, **overrides},
+    accelerator = Accelerator.from_preset(
+        preset, base, **{"base_model_name_or_path": name, "revision": revision, **overrides}
     )
-    accelerator = Accelerator(config, base)
+    config = accelerator.config
     if config.draft_vocab_size is not None:
         accelerator.set_draft_ids(
             frequent_tokens(rows, size=config.draft_vocab_size, vocab_size=base.vocab_size)
