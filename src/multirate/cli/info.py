@@ -157,7 +157,7 @@ def accelerator_facts(
     """
     from multirate.models.loading import config_fingerprint
     from multirate.streams.folder import WEIGHTS_FILE, find_folder, read_config
-    from multirate.train.distill import mean_acceptance_length
+    from multirate.train.acceptance import mean_acceptance_length
 
     folder = find_folder(name, model=config.name_or_path if config is not None else "")
     accelerator = read_config(folder)

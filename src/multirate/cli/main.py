@@ -17,9 +17,9 @@ from rich.text import Text
 
 from multirate.cli.bench import bench
 from multirate.cli.demo import demo
-from multirate.cli.fit import fit
 from multirate.cli.generate import generate
 from multirate.cli.info import info
+from multirate.cli.train import train
 from multirate.config.errors import MultirateError
 
 INTERRUPTED = 128 + 2  # what a shell reports for a program that SIGINT ended
@@ -33,7 +33,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
-app.command()(fit)
+app.command()(train)
 app.command()(info)
 app.add_typer(bench)
 
@@ -89,3 +89,7 @@ def _keep_quiet() -> None:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     typer.echo(f"Warning: {message}", err=True)
+
+
+if __name__ == "__main__":  # for `accelerate launch -m multirate.cli.main`
+    main()

@@ -1,148 +1,299 @@
-"""Training text: files to token rows, with the answers marked.
+"""Training text: files and data sets to token rows, with the model's own words marked.
 
-Accepted lines: {"messages": [{"role", "content"}, ...]} (through the chat template),
-{"prompt", "completion"}, {"text"}; a file that is not JSONL is raw text, one row a paragraph run.
+Accepted: {"messages": [{"role", "content"}, ...]} (through the chat template), {"prompt",
+"completion"} and {"text"}, in .jsonl, .jsonl.gz, .json or .parquet files; any other file is plain text;
+anything that is no file is the name of a data set on the Hugging Face hub, read as a stream. Only int32
+token ids are kept of what is read.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
-import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-import torch
-from torch import Tensor
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
+from multirate.models.loading import require_chat_template
+
+LossOn = Literal["answers", "all"]
+Span = tuple[int, int]
+
+_TEXT_CHUNK = 1 << 16  # characters of raw text that are tokenised at a time
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@]+))?(@(?P<split>.+))?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One training text.
 
     Attributes:
-        ids: its tokens.
-        answer_start: index of the first token that the model itself wrote; 0 for raw text.
+        ids: int32 `[n]`, its tokens.
+        spans: half-open, increasing ranges of the tokens that are learned: those that the model
+            itself wrote (all answers of a chat), or all but the first of raw text.
     """
 
-    ids: list[int]
-    answer_start: int
+    ids: np.ndarray
+    spans: tuple[Span, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def prompt(self) -> bytes:
+        """The tokens before the first span, as bytes: equal for answers to the same prompt."""
+        return self.ids[: self.spans[0][0]].tobytes()
+
+    @property
+    def learned(self) -> int:
+        """Number of tokens in the spans."""
+        return sum(stop - start for start, stop in self.spans)
 
 
 def read_rows(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 512
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int = 512,
+    loss_on: LossOn = "answers",
+    max_tokens: int | None = None,
 ) -> list[Row]:
-    """Read and tokenise a text file (.jsonl, .jsonl.gz or plain text).
+    """Read and tokenise text.
 
     Args:
-        path: the file.
+        source: a file (.jsonl, .jsonl.gz, .json, .parquet; any other is plain text), or a data set
+            on the hub as `name[:config][@split]`; without a split, `train`.
         tokenizer: the base model's.
-        max_length: longer rows are cut (chats) or split (raw text), in tokens.
+        max_length: longer rows are cut (chats) or split (text), in tokens.
+        loss_on: `answers` marks what the model wrote, `all` every token.
+        max_tokens: stop at about so many tokens.
 
     Raises:
-        MultirateError: no such file, a line that is not one of the accepted shapes (its number is
-            named), or a file with no text in it.
+        MultirateError: no such file or data set, a row that is of no accepted shape (its number is
+            named), a package that is missing, or no text at all.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise MultirateError(f"No such data file: {path}. Give a .jsonl, .jsonl.gz or text file.")
-    opener: Any = gzip.open if path.suffix == ".gz" else open
-    name = path.name.removesuffix(".gz")
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise MultirateError(f"Cannot read {path} as UTF-8 text: {error}") from None
-    if name.endswith((".jsonl", ".json")):
-        rows = [
-            _json_row(line, number, path, tokenizer)
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip()
-        ]
-        rows = [Row(row.ids[:max_length], row.answer_start) for row in rows]
-    else:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        rows = [Row(ids[i : i + max_length], 0) for i in range(0, len(ids), max_length)]
-    rows = [row for row in rows if len(row.ids) > row.answer_start + 1]
+    if loss_on not in get_args(LossOn):
+        raise MultirateError(f"loss_on={loss_on!r} is not known. Allowed: answers, all.")
+    if max_length < 8:
+        raise MultirateError(f"max_length={max_length} must be at least 8.")
+    rows: list[Row] = []
+    tokens = 0
+    for row in _read(source, tokenizer, max_length):
+        if loss_on == "all":
+            row = Row(row.ids, ((1, len(row)),))
+        if not row.spans or len(row) < 2:
+            continue
+        rows.append(row)
+        tokens += len(row)
+        if max_tokens is not None and tokens >= max_tokens:
+            break
     if not rows:
-        raise MultirateError(f"{path} holds no usable text.")
+        raise MultirateError(f"{source} holds no usable text.")
     return rows
 
 
-def _json_row(line: str, number: int, path: Path, tokenizer: PreTrainedTokenizerBase) -> Row:
-    problem = "needs 'messages', 'prompt' and 'completion', or 'text'"
+def digest(rows: Iterable[Row]) -> str:
+    """A hash of rows: equal for the same tokens and spans in the same order."""
+    sha = hashlib.sha256()
+    for row in rows:
+        sha.update(row.ids.tobytes())
+        sha.update(repr(row.spans).encode())
+    return sha.hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------- sources
+
+
+def _read(source: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Iterator[Row]:
+    path, name = Path(source), str(source)
+    values: Iterable[tuple[int, Any]]
+    if not path.is_file():
+        values = enumerate(_hub_values(name), 1)
+    elif name.endswith(".parquet"):
+        with _reading(name):
+            found = _datasets(name).load_dataset(
+                "parquet", data_files=name, split="train", streaming=True
+            )
+        values = enumerate(found, 1)
+    elif name.removesuffix(".gz").endswith((".jsonl", ".json")):
+        values = _json_values(path)
+    else:
+        yield from _raw_rows(path, tokenizer, max_length)
+        return
+    for number, value in values:
+        ids, spans = _tokenised(value, f"{name}, row {number}", tokenizer)
+        if spans is None:  # raw text
+            yield from _split(ids, max_length)
+        else:
+            ids = ids[:max_length]
+            cut = tuple((a, min(b, len(ids))) for a, b in spans if a < min(b, len(ids)))
+            yield Row(np.array(ids, dtype=np.int32), cut)
+
+
+def _split(ids: Sequence[int], max_length: int) -> Iterator[Row]:
+    for start in range(0, len(ids), max_length):
+        part = np.array(ids[start : start + max_length], dtype=np.int32)
+        yield Row(part, ((1, len(part)),))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        data = json.loads(line)
+        with opener(path, "rt", encoding="utf-8") as file:
+            yield from file
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise MultirateError(f"Cannot read {path} as UTF-8 text: {error}") from None
+
+
+def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """One value a line with the line's number, or the items of one JSON array with theirs."""
+    lines = enumerate(_lines(path), 1)
+    for number, line in lines:
+        try:
+            if number == 1 and line.lstrip().startswith("["):
+                yield from enumerate(json.loads(line + "".join(rest for _, rest in lines)), 1)
+            elif line.strip():
+                yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise MultirateError(f"{path}, row {number}: is not JSON ({error.msg}).") from None
+
+
+def _raw_rows(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Iterator[Row]:
+    pending: list[int] = []
+    text = ""
+
+    def tokens() -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    for line in _lines(path):
+        text += line
+        if len(text) >= _TEXT_CHUNK:
+            pending, text = pending + tokens(), ""
+            whole = len(pending) // max_length * max_length
+            yield from _split(pending[:whole], max_length)
+            pending = pending[whole:]
+    yield from _split(pending + tokens(), max_length)
+
+
+def _datasets(wanted: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise MultirateError(
+            f"Reading {wanted} needs the package `datasets`: pip install 'multirate[data]'. Files "
+            f"named .jsonl, .jsonl.gz, .json or .txt are read without it."
+        ) from None
+    return datasets
+
+
+class _reading:
+    """Turns whatever `datasets` raises into a MultirateError; it raises errors of many kinds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, MultirateError):
+            raise MultirateError(
+                f"Cannot read the data set {self.name}: {error}. Check its name, configuration and "
+                f"split (name[:config][@split]) and the connection, or give a file."
+            ) from error
+
+
+def _hub_values(name: str) -> Iterator[Any]:
+    match = _HUB_NAME.fullmatch(name)
+    looks_like_file = name.endswith((".jsonl", ".gz", ".json", ".txt", ".parquet", ".md"))
+    if match is None or looks_like_file or name.startswith((".", "/", "~")):
+        raise MultirateError(
+            f"No such data file: {name}. Give a .jsonl, .jsonl.gz, .json, .parquet or text file, or a "
+            f"data set on the hub as name[:config][@split]."
+        )
+    datasets = _datasets(f"the data set {name}")
+    with _reading(name):
+        yield from datasets.load_dataset(
+            match["name"], match["config"], split=match["split"] or "train", streaming=True
+        )
+
+
+# ---------------------------------------------------------------------------------------- rows
+
+
+def _tokenised(
+    data: Any, place: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[Span] | None]:
+    """Tokens and spans of one row; spans None for raw text."""
+    try:
         if "messages" in data:
-            return _chat_row(data, tokenizer)
+            require_chat_template(tokenizer)
+            return _chat(data["messages"], tokenizer, complete=data.get("complete", True))
         if "prompt" in data and "completion" in data:
-            prompt = tokenizer(data["prompt"]).input_ids
-            answer = tokenizer(data["completion"], add_special_tokens=False).input_ids
-            return Row(prompt + answer, len(prompt))
+            prompt = list(tokenizer(data["prompt"]).input_ids)
+            answer = list(tokenizer(data["completion"], add_special_tokens=False).input_ids)
+            return prompt + answer, [(len(prompt), len(prompt) + len(answer))]
         if "text" in data:
-            return Row(tokenizer(data["text"]).input_ids, 0)
-    except json.JSONDecodeError as error:
-        problem = f"is not JSON ({error.msg})"
-    except (TypeError, KeyError, ValueError) as error:
-        problem = f"cannot be used ({error})"
-    raise MultirateError(f"{path}, line {number}: {problem}.")
+            return list(tokenizer(data["text"], verbose=False).input_ids), None
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+        raise MultirateError(f"{place}: cannot be used ({error}).") from None
+    raise MultirateError(f"{place}: needs 'messages', 'prompt' and 'completion', or 'text'.")
 
 
-def _chat_row(data: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Row:
-    messages = data["messages"]
-    if messages[-1]["role"] != "assistant":
-        raise ValueError("the last message is not the assistant's")
-    prompt = tokenizer.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, return_dict=False
-    )
-    answer = tokenizer(messages[-1]["content"], add_special_tokens=False).input_ids
-    # An answer that was cut off by a token limit must not teach the model to stop there.
-    if data.get("complete", True) and tokenizer.eos_token_id is not None:
-        answer = [*answer, tokenizer.eos_token_id]
-    return Row([*prompt, *answer], len(prompt))
+def _chat(
+    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, complete: bool
+) -> tuple[list[int], list[Span]]:
+    """A chat as the model sees it while it writes each answer: prompt, answer, prompt, answer, ...
 
-
-def batches(
-    rows: Sequence[Row], *, tokens: int, seed: int | None = None
-) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-    """Right-padded batches of rows of similar length, at most about `tokens` positions each.
-
-    Args:
-        rows: the texts.
-        tokens: positions in a batch, padding included.
-        seed: shuffles batches and the rows of equal length; None keeps the file's order.
-
-    Yields:
-        (ids `[B, n]`, lengths, answer starts).
+    Every answer is tokenised by itself, since that is how it comes into being, and ends with the token
+    that ends a turn in the template. An answer that was cut off (`complete` false, the last one) does
+    not: it must not teach the model to stop there.
     """
-    order = list(range(len(rows)))
-    rng = random.Random(seed)
-    if seed is not None:
-        rng.shuffle(order)
-        # Similar lengths share a batch (less padding), but only within a window, so that batches stay
-        # mixed in content and the run can stop at any token count.
-        window = 1024
-        order = [
-            i
-            for start in range(0, len(order), window)
-            for i in sorted(order[start : start + window], key=lambda i: len(rows[i].ids))
-        ]
-    groups: list[list[int]] = [[]]
-    for i in order:
-        width = max([len(rows[j].ids) for j in groups[-1]] + [len(rows[i].ids)])
-        if groups[-1] and width * (len(groups[-1]) + 1) > tokens:
-            groups.append([])
-        groups[-1].append(i)
-    if seed is not None:
-        rng.shuffle(groups)
-    for group in groups:
-        lengths = [len(rows[i].ids) for i in group]
-        ids = torch.zeros((len(group), max(lengths)), dtype=torch.long)
-        for place, i in enumerate(group):
-            ids[place, : lengths[place]] = torch.tensor(rows[i].ids)
-        yield ids, lengths, [rows[i].answer_start for i in group]
+
+    def rendered(count: int, *, prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages[:count]), add_generation_prompt=prompt, tokenize=False
+            )
+        )
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers or answers[-1] != len(messages) - 1:
+        raise ValueError("the last message is not the assistant's")
+    ids: list[int] = []
+    spans: list[Span] = []
+    so_far = ""
+    for i in answers:
+        prompt, content = rendered(i, prompt=True), messages[i]["content"]
+        if not prompt.startswith(so_far):
+            # The template rewrites earlier turns (it drops their reasoning, say), so they are not
+            # what the model saw when it wrote them: only what follows is learned.
+            ids, spans, so_far = [], [], ""
+        ids += tokens(prompt[len(so_far) :])
+        end = _end_of_turn(rendered(i + 1, prompt=False), prompt + content, tokenizer)
+        answer = tokens(content)
+        if complete or i != answers[-1]:
+            answer += tokens(end)
+        spans.append((len(ids), len(ids) + len(answer)))
+        ids += answer
+        so_far = prompt + content + end
+    return ids, spans
+
+
+def _end_of_turn(rendered: str, prompt_and_answer: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The special token that the template puts after an answer, as text."""
+    if rendered.startswith(prompt_and_answer):
+        rest = rendered[len(prompt_and_answer) :].lstrip()
+        special = [token for token in tokenizer.all_special_tokens if rest.startswith(token)]
+        if special:
+            return str(max(special, key=len))
+    return str(tokenizer.eos_token or "")
