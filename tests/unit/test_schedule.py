@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import pairwise
+from math import floor
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +16,16 @@ from multirate.config.schedule import RateSchedule
 
 
 def test_worked_example() -> None:
-    """N = 32, gates 0, 8, 16, 24, 32 of arXiv 2502.02040."""
+    """N = 32, gates 0, 8, 16, 24 of arXiv 2502.02040."""
     schedule = RateSchedule(32, (0, 8, 16, 24))
     assert [schedule.rate(j) for j in range(3)] == [4, 3, 2]
     targets = {2: 8, 8: 32, 10: 14, 16: 32, 20: 24, 24: 32}
     assert {i: schedule.target_layer(i) for i in targets} == targets
+    # p restarts as h_8 and h_16: what comes after those gates aims from there.
+    assert [schedule.target_layer(i) for i in (9, 17)] == [11, 18]
+    assert [schedule.target_layer(i) for i in range(1, 25)] == [
+        *range(4, 33, 4), *range(11, 33, 3), *range(18, 33, 2)
+    ]  # fmt: skip
 
 
 def test_speculation_uses_rate_n_over_k() -> None:
@@ -42,6 +51,31 @@ def test_targets_rise_to_the_final_state_at_every_gate(schedule: RateSchedule) -
         # No accelerated layer lags behind the slow one beside it.
         assert all(t >= i for i, t in enumerate(targets, start + 1))
         assert all(schedule.interval(i) == j for i in range(start + 1, stop + 1))
+
+
+@given(schedules())
+def test_targets_are_equation_5_rounded_half_up(schedule: RateSchedule) -> None:
+    """(i - E_j) R_j + E_j in exact arithmetic, for the last gate strictly before i."""
+    n = schedule.num_layers
+    for i in range(schedule.gates[0] + 1, schedule.gates[-1] + 1):
+        j = max(j for j, gate in enumerate(schedule.gates) if gate < i)
+        start, stop = schedule.gates[j], schedule.gates[j + 1]
+        rate = Fraction(n - start, stop - start)
+        assert schedule.rate(j) == pytest.approx(float(rate))
+        exact = (i - start) * rate + start
+        assert schedule.target_layer(i) == min(n, floor(exact + Fraction(1, 2)))
+
+
+def test_halves_round_up_where_the_rate_has_no_exact_float() -> None:
+    assert RateSchedule(34, (0, 28)).target_layer(21) == 26  # 25.5
+
+
+@given(schedules())
+def test_intervals_do_not_know_each_other(schedule: RateSchedule) -> None:
+    for start, stop in pairwise(schedule.gates):
+        alone = RateSchedule(schedule.num_layers, (start, stop))
+        for i in range(start + 1, stop + 1):
+            assert schedule.target_layer(i) == alone.target_layer(i)
 
 
 @pytest.mark.parametrize(

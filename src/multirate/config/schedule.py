@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import floor
 
 from multirate.config.errors import MultirateError
 
@@ -73,5 +72,8 @@ class RateSchedule:
     def target_layer(self, i: int) -> int:
         """The slow layer whose state p_i is matched to: min(N, (i - E_j) R_j + E_j), rounded half up."""
         j = self.interval(i)
-        gate = self.gates[j]
-        return min(self.num_layers, floor((i - gate) * self.rate(j) + gate + 0.5))
+        start, stop = self.gates[j], self.gates[j + 1]
+        # In whole numbers: a rate such as 34 / 28 has no exact float, and halves would round either way.
+        span = stop - start
+        travelled = (2 * (i - start) * (self.num_layers - start) + span) // (2 * span)
+        return min(self.num_layers, start + travelled)
