@@ -197,14 +197,14 @@ def test_loading_leaves_the_random_numbers_alone(base: BaseModel, saved: Path) -
 
 def test_the_model_card_has_the_hubs_metadata(base: BaseModel, tmp_path: Path) -> None:
     folder = make(base).save_pretrained(
-        tmp_path / "fast", license="mit", command="multirate fit owner/tiny --data a.jsonl"
+        tmp_path / "fast", license="mit", command="multirate train owner/tiny --data a.jsonl"
     )
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "multirate"
     assert (card.data.base_model, card.data.license) == ("owner/tiny", "mit")
     assert {"m2r2", "speculative-decoding", "custom_generate"} <= set(card.data.tags)
     assert 'custom_generate="./fast", trust_remote_code=True' in card.content
-    assert "multirate fit owner/tiny --data a.jsonl" in card.content
+    assert "multirate train owner/tiny --data a.jsonl" in card.content
     assert "probability 0.50, 0.40" in card.content
     assert "1.70 tokens a step with 2 drafts" in card.content  # 1 + 0.5 + 0.5 * 0.4
     assert f"{make(base).num_parameters():,}" in card.content
@@ -407,7 +407,7 @@ def test_weights_that_do_not_fit_are_named(
     with pytest.raises(MultirateError, match=message) as raised:
         Accelerator.from_pretrained(saved, base)
     assert str(saved / WEIGHTS_FILE) in str(raised.value)
-    assert "multirate fit" in str(raised.value)
+    assert "multirate train" in str(raised.value)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
@@ -430,7 +430,7 @@ def test_corrupt_weights_are_an_error(base: BaseModel, saved: Path) -> None:
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_missing_file_is_named(base: BaseModel, saved: Path, name: str) -> None:
     (saved / name).unlink()
-    with pytest.raises(MultirateError, match=rf"{name}.*multirate fit"):
+    with pytest.raises(MultirateError, match=rf"{name}.*multirate train"):
         Accelerator.from_pretrained(saved, base)
 
 
@@ -482,7 +482,7 @@ def test_without_a_fingerprint_the_shapes_must_agree(saved: Path) -> None:
     [
         (["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter: merge it"),
         (["config.json", "model.safetensors"], "It is a model: give it as the model"),
-        ([], "multirate fit"),
+        ([], "multirate train"),
     ],
 )
 def test_a_folder_of_another_kind_says_what_it_is(

@@ -30,6 +30,7 @@ from multirate.decode.engine import Engine
 from multirate.streams import defaults
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.folder import CONFIG_FILE, FILES, WEIGHTS_FILE
+from multirate.train.checkpoint import training_folder
 
 FAST = ("--dtype", "float32", "--device", "cpu")
 NEW = ("--max-new-tokens", "8", "--ignore-eos")
@@ -586,35 +587,35 @@ def test_info_of_models_that_do_not_fit(cli: Cli, accelerator: Path, tmp_path: P
     assert found.code == 2 and "There is no model at" in found.err
 
 
-# ------------------------------------------------------------------------------ fit
+# ------------------------------------------------------------------------------ train
 
 
-def fit_arguments(model: Path, text: Path, output: Path, *more: str) -> list[str]:
+def train_arguments(model: Path, text: Path, output: Path, *more: str) -> list[str]:
     return [
-        "fit", str(model), "--data", str(text), "--output", str(output), "--max-length", "24",
+        "train", str(model), "--data", str(text), "--output", str(output), "--max-length", "24",
         "--heldout-rows", "2", "--closed-form-tokens", "200", "--batch-tokens", "96",
         "--epochs", "0.1", "--rank", "2", *FAST, *more,
     ]  # fmt: skip
 
 
-def test_fit_saves_an_accelerator_that_generate_uses(
+def test_train_saves_an_accelerator_that_generate_uses(
     cli: Cli, model: Path, text: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out" / "accelerator"
-    found = cli(*fit_arguments(model, text, output))
+    found = cli(*train_arguments(model, text, output))
     assert (found.code, found.out) == (0, ""), found.err
     assert "mean acceptance length" in found.err and f"saved {output}" in found.err
-    assert f"multirate fit {model} --data {text}" in (output / "README.md").read_text()
+    assert f"multirate train {model} --data {text}" in (output / "README.md").read_text()
     used = cli("generate", model, "abc", "--accelerator", output, *NEW, *FAST, "--json")
     assert json.loads(used.out)["strategy"] == "speculative"
 
 
 @pytest.mark.parametrize("place", ["below a file", "/proc"])
-def test_fit_into_a_folder_that_cannot_be_written(
+def test_train_into_a_folder_that_cannot_be_written(
     cli: Cli, model: Path, text: Path, place: str
 ) -> None:
     parent = Path("/proc/multirate") if place == "/proc" else text
-    found = cli(*fit_arguments(model, text, parent / "accelerator"))
+    found = cli(*train_arguments(model, text, parent / "accelerator"))
     assert (found.code, found.out) == (2, "")
     assert "Error: " in found.err and str(parent / "accelerator") in found.err
     assert "Traceback" not in found.err
@@ -634,12 +635,16 @@ def test_fit_into_a_folder_that_cannot_be_written(
         (("--preset", "magic"), "preset='magic'"),
         (("--rank", "-1"), "rank=-1"),
         (("--data", "nowhere.jsonl"), "No such data file: nowhere.jsonl"),
+        (("--loss-on", "prompts"), "loss_on='prompts'"),
+        (("--distillation-loss", "l2"), "distillation_loss='l2'"),
+        (("--ema-decay", "1"), "ema_decay=1"),
+        (("--report-to", "paper"), "report_to='paper'"),
     ],
 )
-def test_what_fit_refuses(
+def test_what_train_refuses(
     cli: Cli, model: Path, text: Path, tmp_path: Path, more: tuple[str, ...], message: str
 ) -> None:
-    found = cli(*fit_arguments(model, text, tmp_path / "out", *more))
+    found = cli(*train_arguments(model, text, tmp_path / "out", *more))
     assert (found.code, found.out) == (2, "")
     assert message in found.err
     assert list(tmp_path.iterdir()) == [text]
@@ -671,32 +676,35 @@ def test_ctrl_c_while_loading(
     assert cli(place, model, *prompt) == (130, "", "Interrupted.\n")
 
 
-def test_ctrl_c_while_fit_saves_leaves_nothing(
+def test_ctrl_c_while_train_saves_can_be_resumed(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
 ) -> None:
-    synced: list[int] = []
-
-    def second_fails(file: int) -> None:
-        synced.append(file)
-        if len(synced) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("multirate.streams.folder.os.fsync", second_fails)
-    found = cli(*fit_arguments(model, text, tmp_path / "out"))
-    assert (found.code, found.out, len(synced)) == (130, "", 2)
-    assert "nothing was written" in found.err and found.err.endswith("Interrupted.\n")
-    assert list(tmp_path.iterdir()) == [text]
-
-
-def test_ctrl_c_while_fit_trains_leaves_the_last_save(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("multirate.train.fit.train", interrupt)
     output = tmp_path / "out"
-    found = cli(*fit_arguments(model, text, output))
+
+    def interrupted(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("multirate.streams.folder.Path.rename", interrupted)
+    found = cli(*train_arguments(model, text, output))
     assert (found.code, found.out) == (130, "")
-    assert f"{output} holds the accelerator as it was at the last save" in found.err
-    assert sorted(tmp_path.iterdir()) == [output, text]
+    assert "before anything was saved" in found.err and found.err.endswith("Interrupted.\n")
+    assert sorted(tmp_path.iterdir()) == [training_folder(output), text]
+    monkeypatch.undo()
+    refused = cli(*train_arguments(model, text, output))
+    assert refused.code == 2 and "--resume" in refused.err
+    resumed = cli(*train_arguments(model, text, output, "--resume"))
+    assert resumed.code == 0 and "resumed at step 0" in resumed.err
+
+
+def test_ctrl_c_while_train_trains_leaves_the_last_save(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("multirate.train.trainer._Training._train_step", interrupt)
+    output = tmp_path / "out"
+    found = cli(*train_arguments(model, text, output))
+    assert (found.code, found.out) == (130, "")
+    assert f"{output} holds the best accelerator so far; --resume" in found.err
+    assert sorted(tmp_path.iterdir()) == [output, training_folder(output), text]
     there = {p.relative_to(output).as_posix() for p in output.rglob("*") if p.is_file()}
     assert there == set(FILES)
     assert multirate.load(model, output, dtype="float32", device="cpu").accelerator is not None

@@ -73,7 +73,7 @@ class SpeculativeOptions:
             name = next(name for name in self.methods if METHODS[name].needs_accelerator)
             raise MultirateError(
                 f"Method {name!r} needs an accelerator, and there is none for this model. Give one "
-                f"(--accelerator), make one with `multirate fit`, or leave the method out (--methods)."
+                f"(--accelerator), make one with `multirate train`, or leave the method out (--methods)."
             )
 
 

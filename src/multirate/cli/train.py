@@ -106,6 +106,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the checkpoint beside OUTPUT, if any")
     ] = False,
+    teacher_cache: Annotated[
+        Path | None, typer.Option(help="folder that keeps the teacher's states for later epochs")
+    ] = None,
+    teacher_cache_gb: Annotated[float, typer.Option(help="most gigabytes kept there")] = 20.0,
     report_to: Annotated[
         str | None, typer.Option(help="trackers, separated by commas: tensorboard, wandb, ...")
     ] = None,
@@ -163,6 +167,8 @@ def train(
             revision=loaded.revision,
             options=options,
             resume=resume,
+            teacher_cache=teacher_cache,
+            teacher_cache_gb=teacher_cache_gb,
             report_to=report_to,
             command=shlex.join(["multirate", *sys.argv[1:]]),
             overwrite=overwrite,
@@ -204,6 +210,12 @@ class _Report:
             self._step(values)
         elif event == "fitted":
             self._line(f"closed form from {values['positions']:,} positions")
+        elif event == "cache":
+            self._line(
+                f"teacher cache: all states take {values['wanted_bytes'] / 1e9:.2f} GB; "
+                f"{values['bytes'] / 1e9:.2f} GB of them ({values['rows']:,} texts) are kept in "
+                f"{values['folder']}"
+            )
         elif event == "resumed":
             self._line(f"resumed at step {values['step']} of {values['steps']}")
         elif event == "evaluated":

@@ -124,7 +124,7 @@ class AcceleratorConfig:
         if missing:
             raise MultirateError(
                 f"Accelerator config lacks {missing}. It may be damaged or no multirate accelerator; "
-                f"make it again with `multirate fit`."
+                f"make it again with `multirate train`."
             )
         try:
             return cls(**{k: v for k, v in data.items() if k in names})

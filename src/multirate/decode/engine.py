@@ -357,7 +357,7 @@ def _strategy(options: GenerationOptions, engine: Engine) -> str:
     if options.strategy == "speculative" and engine.drafter is None:
         raise MultirateError(
             "strategy='speculative' needs an accelerator, and none is loaded. Load one with "
-            "multirate.load(model, accelerator=...) or --accelerator, make one with `multirate fit`, "
+            "multirate.load(model, accelerator=...) or --accelerator, make one with `multirate train`, "
             "or use strategy='plain'."
         )
     return options.strategy

@@ -66,7 +66,7 @@ class Accelerator(nn.Module):
                     f"This accelerator was made for a base model with {name}="
                     f"{getattr(config, name)}, but the loaded model has {value}. Load the model it "
                     f"was trained for ({config.base_model_name_or_path or 'unknown'}), or make one "
-                    f"for this model with `multirate fit`."
+                    f"for this model with `multirate train`."
                 )
         self.config = config
         self.__dict__["base"] = base
@@ -213,7 +213,7 @@ class Accelerator(nn.Module):
             problem = "names a token twice"
         if problem is not None:
             raise MultirateError(
-                f"The draft vocabulary {problem}. Make the accelerator again with `multirate fit`."
+                f"The draft vocabulary {problem}. Make the accelerator again with `multirate train`."
             )
         self.draft_ids = ids.to(device=self.base.device, dtype=torch.long)
         self._draft_rows = None

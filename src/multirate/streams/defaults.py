@@ -40,6 +40,6 @@ def require_default(model: str) -> Path:
         names = ", ".join(shipped_accelerators()) or "none"
         raise MultirateError(
             f"No accelerator ships for {model or 'a model without a name'}. Models that one ships "
-            f"for: {names}. Give an accelerator's folder or hub id, or make one with `multirate fit`."
+            f"for: {names}. Give an accelerator's folder or hub id, or make one with `multirate train`."
         )
     return folder

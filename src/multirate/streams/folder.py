@@ -46,7 +46,7 @@ REQUIREMENTS_FILE = "custom_generate/requirements.txt"
 FILES = (CONFIG_FILE, WEIGHTS_FILE, "README.md", GENERATE_FILE, REQUIREMENTS_FILE)
 
 _NAMES_SHOWN = 3
-_AGAIN = "Copy or download the folder again, or make it again with `multirate fit`."
+_AGAIN = "Copy or download the folder again, or make it again with `multirate train`."
 
 
 def save_accelerator(
@@ -213,7 +213,7 @@ def find_folder(
         return require_default(model)
     path = Path(os.path.expanduser(name))  # Path.expanduser raises for an unknown ~user
     accepted = (
-        "Give a folder that save_pretrained or `multirate fit` made, or a hub id (owner/name)."
+        "Give a folder that save_pretrained or `multirate train` made, or a hub id (owner/name)."
     )
     if path.is_dir() and str(name).strip():
         return path
@@ -264,7 +264,7 @@ def require_base(config: AcceleratorConfig, base: BaseModel, *, folder: Path) ->
     raise MultirateError(
         f"The accelerator in {folder} was made for {wanted}, but the loaded model is {name}, which "
         f"has another config (fingerprint {loaded}, not {config.base_fingerprint}). Load {wanted}, "
-        f"or make an accelerator for {name} with `multirate fit`."
+        f"or make an accelerator for {name} with `multirate train`."
     )
 
 

@@ -27,6 +27,7 @@ from multirate.streams.folder import require_free, require_writable, save_accele
 from multirate.train import batches as batching
 from multirate.train.acceptance import acceptance_rates, mean_acceptance_length
 from multirate.train.batches import Batch, collate
+from multirate.train.cache import TeacherCache
 from multirate.train.checkpoint import (
     LOG_FILE,
     read_checkpoint,
@@ -59,6 +60,8 @@ def train_accelerator(
     revision: str | None = None,
     options: TrainingOptions | None = None,
     resume: bool = False,
+    teacher_cache: str | Path | None = None,
+    teacher_cache_gb: float = 20.0,
     report_to: str | None = None,
     command: str | None = None,
     overwrite: bool = False,
@@ -82,12 +85,15 @@ def train_accelerator(
         options: steps, weights and rates.
         resume: go on from the checkpoint, if there is one. In float32 and one process the result is
             bit for bit that of a run that was not interrupted.
+        teacher_cache: folder that keeps the teacher's states for later epochs; see `TeacherCache`.
+        teacher_cache_gb: cap of what is written there, in gigabytes (1e9 bytes).
         report_to: trackers of accelerate to log to, separated by commas: tensorboard, wandb, ...
         command: the command line that made it, for the model card.
         overwrite: replace an accelerator that is there.
         report: called on the main process with an event and its values: "start" (texts, tokens, steps),
-            "fitted" (positions), "evaluated" (step, acceptance, length, best), "step" (step, steps,
-            losses), "saved" (path), "resumed" (step), "stopped" (step), "finished" (speed, memory).
+            "cache" (bytes, wanted_bytes, rows, folder), "fitted" (positions), "evaluated" (step,
+            acceptance, length, best), "step" (step, steps, losses, rates, speed), "saved" (path),
+            "resumed" (step, steps), "stopped" (step, best), "finished" (speed, memory).
         overrides: fields of `AcceleratorConfig` that replace the preset's.
 
     Returns:
@@ -131,6 +137,8 @@ def train_accelerator(
         **{k: v for k, v in config.to_dict().items() if k != "expected_acceptance"},
         "base_fingerprint": config_fingerprint(base.config),
         "dtype": str(base.dtype),
+        # Its numbers are rounded, up to its cap.
+        "teacher_cache_gb": None if teacher_cache is None else teacher_cache_gb,
         "text": digest(rows),
         "heldout_text": digest(heldout),
     }
@@ -148,6 +156,8 @@ def train_accelerator(
         processes=processes,
         report=report if processes.main else lambda event, values: None,
     )
+    if teacher_cache is not None:
+        training.use_cache(Path(teacher_cache).expanduser(), max_bytes=teacher_cache_gb * 1e9)
 
     def save(replacing: bool) -> None:
         if processes.main:
@@ -196,6 +206,7 @@ class _Training:
         self.best_weights: dict[str, Tensor] = {}
         self.average: list[Tensor] = []
         self.times = Times()
+        self.cache: TeacherCache | None = None
         self.log: TrainingLog | None = None
 
     # ------------------------------------------------------------------------------- the run
@@ -303,7 +314,23 @@ class _Training:
         self._log(record)
         self.report("step", {**record, "steps": len(self.plan)})
 
+    def use_cache(self, folder: Path, *, max_bytes: float) -> None:
+        """Keep the teacher's states in a folder from now on."""
+        rows = [*(row for batch in self.heldout for row in batch.rows), *self.rows]
+        self.cache = TeacherCache(folder, self.base, self.needs, rows, max_bytes=max_bytes)
+        self.report(
+            "cache",
+            {
+                "bytes": self.cache.bytes,
+                "wanted_bytes": self.cache.wanted_bytes,
+                "rows": len(self.cache.kept),
+                "folder": str(self.cache.folder),
+            },
+        )
+
     def _teach(self, batch: Batch) -> TeacherStates:
+        if self.cache is not None:
+            return self.cache.teach(batch)
         return run_teacher(self.base, batch, self.needs)
 
     def _require_finite(self, loss: float, norm: float) -> None:
