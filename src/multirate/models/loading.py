@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,46 @@ def read_config(model: str | Path) -> PreTrainedConfig:
         config = _read_config(place)
     config.name_or_path = place.source
     return config
+
+
+def load_tokenizer(model: str | Path) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """A model's tokenizer without its weights, and where other libraries find the model.
+
+    Args:
+        model: as for `load_pretrained`.
+
+    Returns:
+        The tokenizer, None where the model has none; and a hub id or a folder in transformers' format.
+
+    Raises:
+        MultirateError: no such model, or its tokenizer cannot be read.
+    """
+    place = _locate(model)
+    with hf.quiet(progress_bars=place.folder is None):
+        return _read_tokenizer(place), place.location
+
+
+def batch_dtype(device: torch.device | str) -> torch.dtype:
+    """The dtype whose matmuls of many rows are fastest: bfloat16 if the device has it, else float32.
+
+    A CPU without bfloat16 instructions (AVX-512 BF16, AMX) emulates it, five times slower than
+    float32 here, and no flag that torch shows tells all such CPUs: so it is measured, in 0.1 s.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type != "cpu":
+        return torch.float32
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(256, 512, dtype=dtype)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            x @ x.T
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    return min(seconds, key=lambda dtype: seconds[dtype])
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> None:

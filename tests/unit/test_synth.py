@@ -1,0 +1,343 @@
+"""Self-written training text: what is written, that a run goes on where it stopped, what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_cli import TEMPLATE, save_model, tokenizer
+from tiny_models import tiny_model
+from typer.testing import CliRunner
+
+from multirate.cli.main import app
+from multirate.config.errors import MultirateError
+from multirate.decode.engine import Engine
+from multirate.models.base import BaseModel
+from multirate.models.loading import batch_dtype
+from multirate.train.data import read_rows
+from multirate.train.synth import SynthOptions, synthesize
+from multirate.train.writers import Request, TorchWriter, VllmWriter
+
+END = 2
+
+
+def turn(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def chat_tokenizer() -> Any:
+    result = tokenizer()
+    result.eos_token = result.convert_ids_to_tokens(END)
+    return result
+
+
+class ScriptedWriter:
+    """Gives scripted answers and remembers what it was asked."""
+
+    def __init__(self, *batches: Sequence[str]) -> None:
+        self.batches, self.requests = list(batches), []
+        self.tokenizer = chat_tokenizer()
+
+    def complete(self, requests: Sequence[Request]) -> list[list[int]]:
+        self.requests += requests
+        texts = self.batches.pop(0) if self.batches else ["?"] * len(requests)
+        return [self.tokenizer(text).input_ids + [END] for text in texts[: len(requests)]]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# ----------------------------------------------------------------------------------- the writer
+
+
+@pytest.fixture(scope="module")
+def base() -> BaseModel:
+    return BaseModel(tiny_model("llama"))
+
+
+def test_greedy_rows_are_what_the_engine_writes(base: BaseModel) -> None:
+    """Whatever the batch: rows of other lengths beside it, some of which end early."""
+    prompts = [[5, 6, 7], [9] * 9, [11, 3], [40, 41, 42, 43, 44]]
+    requests = [Request(ids, 12, 0.0, 0) for ids in prompts]
+    written = TorchWriter(base, END, straggler_share=0).complete(requests)
+    engine = Engine(base, tokenizer=tokenizer())
+    for ids, new in zip(prompts, written, strict=True):
+        expected = engine.generate(ids, max_new_tokens=12).token_ids
+        assert new[:-1] == expected[: len(new) - 1]
+        assert len(new) == 12 or new[-1] == END
+
+
+def test_sampled_rows_follow_their_own_seed_and_the_model(base: BaseModel) -> None:
+    ids = [5, 6, 7]
+    writer = TorchWriter(base, END, straggler_share=0)
+    alone = writer.complete([Request(ids, 6, 1.0, 3)])[0]
+    among = writer.complete([Request(ids, 6, 1.0, seed) for seed in range(8)])
+    assert among[3] == alone
+    assert len({tuple(row) for row in among}) > 1
+
+    requests = [Request(ids, 1, 0.7, seed) for seed in range(4000)]
+    counts = Counter(row[0] for row in writer.complete(requests))
+    logits = base.model(torch.tensor([ids])).logits[0, -1].float()
+    probs = torch.softmax(logits / 0.7, dim=-1)
+    for token, prob in enumerate(probs.tolist()):
+        spread = (4000 * prob * (1 - prob)) ** 0.5
+        assert abs(counts[token] - 4000 * prob) < 5 * spread + 1, token
+
+
+def test_stragglers_are_cut(base: BaseModel) -> None:
+    """Three rows at their limit end the batch; the fourth may not hold it up."""
+    requests = [Request([5, 6], 2, 0.0, 0)] * 3 + [Request([7, 8], 30, 0.0, 0)]
+    written = TorchWriter(base, end=-1, straggler_share=0.25).complete(requests)
+    assert [len(row) for row in written] == [2, 2, 2, 2]
+
+
+def test_the_fastest_dtype_of_a_cpu_is_one_of_two() -> None:
+    assert batch_dtype("cpu") in (torch.float32, torch.bfloat16)
+
+
+# --------------------------------------------------------------------------------- what is written
+
+
+def test_given_prompts_are_answered_once_each_and_marked(tmp_path: Path) -> None:
+    out = tmp_path / "text.jsonl"
+    prompts = [turn(f"question {i}") for i in range(6)] + [turn("  QUESTION 3 ")]
+    writer = ScriptedWriter(["one", "two", "three", "four"], ["five", "six"])
+    options = SynthOptions(tokens=1000, batch_rows=4)
+    steps = list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts))
+    rows = lines(out)
+    assert [row["messages"][1]["content"] for row in rows] == "one two three four five six".split()
+    assert {row["messages"][0]["content"] for row in rows} == {f"question {i}" for i in range(6)}
+    assert [row["tokens"] for row in rows] == [4, 4, 6, 5, 5, 4]
+    assert all(row["complete"] for row in rows)
+    assert steps[-1].tokens == 28 and steps[-1].rows == 6
+    for row, request in zip(rows, writer.requests, strict=True):
+        assert (request.temperature == 0) == row["greedy"]
+    assert len(read_rows(out, chat_tokenizer())) == 6  # what `train` reads
+
+
+def test_greedy_and_sampled_answers_are_mixed_as_asked(tmp_path: Path) -> None:
+    prompts = [turn(f"question {i}") for i in range(400)]
+    for share in (0.0, 0.25, 1.0):
+        writer, out = ScriptedWriter(), tmp_path / f"{share}.jsonl"
+        options = SynthOptions(tokens=10**6, greedy_share=share)
+        list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts))
+        found = sum(row["greedy"] for row in lines(out)) / 400
+        assert abs(found - share) < 0.07
+    writer, out = ScriptedWriter(), tmp_path / "two.jsonl"
+    options = SynthOptions(tokens=10**6, answers=2)
+    list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts[:20]))
+    kinds = Counter(request.temperature == 0 for request in writer.requests)
+    assert kinds == {True: 20, False: 20}  # one of each
+    assert len({request.seed for request in writer.requests}) == 40
+
+
+def test_an_answer_that_was_cut_off_is_not_complete_and_an_empty_one_is_left_out(
+    tmp_path: Path,
+) -> None:
+    class Cut(ScriptedWriter):
+        def complete(self, requests: Sequence[Request]) -> list[list[int]]:
+            return [self.tokenizer("abc").input_ids, [END]]
+
+    writer, out = Cut(), tmp_path / "text.jsonl"
+    options = SynthOptions(tokens=100)
+    list(synthesize(out, writer, writer.tokenizer, options, prompts=[turn("a"), turn("b")]))
+    (row,) = lines(out)
+    assert row["messages"][1]["content"] == "abc" and not row["complete"]
+
+
+def test_prompts_that_are_too_long_are_left_out(tmp_path: Path) -> None:
+    writer, out = ScriptedWriter(), tmp_path / "text.jsonl"
+    options = SynthOptions(tokens=100, max_prompt_tokens=10)
+    prompts = [turn("x" * 10), turn("y" * 11)]
+    list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts))
+    assert [row["messages"][0]["content"] for row in lines(out)] == ["x" * 10]
+
+
+def test_without_prompts_the_model_invents_them(tmp_path: Path) -> None:
+    invented = ["what is it?", "tell me more", "tell me more", "oh"]
+    writer = ScriptedWriter(invented, ["a b", "c d", "e f", "g h"])
+    out = tmp_path / "text.jsonl"
+    options = SynthOptions(tokens=14, batch_rows=4, answers=2)
+    list(synthesize(out, writer, writer.tokenizer, options))
+    header = chat_tokenizer()("u:").input_ids
+    assert all(request.ids == header for request in writer.requests[:4])
+    assert len({request.seed for request in writer.requests[:4]}) == 4
+    asked = Counter(row["messages"][0]["content"] for row in lines(out))
+    assert asked == {"what is it?": 2, "tell me more": 2}  # "oh" is too short to be a prompt
+
+
+def test_a_model_that_invents_nothing_new_ends_the_run(tmp_path: Path) -> None:
+    class Parrot(ScriptedWriter):
+        def complete(self, requests: Sequence[Request]) -> list[list[int]]:
+            self.requests += requests
+            return [[*self.tokenizer("again and again").input_ids, END] for _ in requests]
+
+    writer, out = Parrot(), tmp_path / "text.jsonl"
+    options = SynthOptions(tokens=10**6, batch_rows=2, answers=1)
+    list(synthesize(out, writer, writer.tokenizer, options))
+    assert len(lines(out)) == 1
+
+
+# ------------------------------------------------------------------------------------ going on
+
+
+def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    """Also in the middle of a line; what was answered is not asked again."""
+    prompts = [turn(f"question {i}") for i in range(5)]
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    options = SynthOptions(tokens=10**6, batch_rows=2)
+    writer = ScriptedWriter(["aa", "bb"], ["cc", "dd"], ["ee"])
+    list(synthesize(whole, writer, writer.tokenizer, options, prompts=prompts))
+    text = whole.read_text(encoding="utf-8")
+    two = "".join(line + "\n" for line in text.splitlines()[:2])
+    parts.write_text(two + text.splitlines()[2][:30], encoding="utf-8")
+    writer = ScriptedWriter(["cc", "dd"], ["ee"])
+    steps = list(synthesize(parts, writer, writer.tokenizer, options, prompts=prompts))
+    assert steps[0].rows == 2 and steps[0].new_tokens == 0
+    assert len(writer.requests) == 3
+    assert parts.read_text(encoding="utf-8") == text
+    again = ScriptedWriter()
+    list(synthesize(parts, again, again.tokenizer, options, prompts=prompts))
+    assert again.requests == []
+
+
+def test_a_full_file_needs_no_model(tmp_path: Path) -> None:
+    out = tmp_path / "text.jsonl"
+    writer = ScriptedWriter(["abcdef"])
+    options = SynthOptions(tokens=7, batch_rows=1)
+    list(synthesize(out, writer, writer.tokenizer, options, prompts=[turn("a"), turn("b")]))
+    assert len(list(synthesize(out, ScriptedWriter(), writer.tokenizer, options))) == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["hello\n", '{"text": "raw"}\n', '{"messages": []}\n', '{"messages": [{"role": 1}]}\n']
+)
+def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "text.jsonl"
+    out.write_text(content)
+    writer = ScriptedWriter()
+    with pytest.raises(MultirateError, match=r"line 1 .*another output file"):
+        list(synthesize(out, writer, writer.tokenizer, SynthOptions(tokens=1), prompts=[]))
+    assert out.read_text() == content
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["synth", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synth") / "model"
+    save_model(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_the_command_writes_text_and_says_where_it_stands(model: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "text.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(9)))
+    options = ("--tokens", "60", "--batch-rows", "4", "--max-answer-tokens", "9")
+    result = run(model, out, "--prompts", prompts, *options)
+    assert result.exit_code == 0, result.output
+    rows = lines(out)
+    assert sum(row["tokens"] for row in rows) >= 60
+    assert "min left" in result.stderr and f"{len(rows)} answers" in result.stderr
+    result = run(model, out, "--prompts", prompts, "--tokens", "10000")
+    assert "going on" in result.stderr and "used up" in result.stderr
+    assert len(lines(out)) == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tokens", "0"), "tokens=0"),
+        (("--tokens", "9", "--greedy-share", "2"), "greedy_share=2"),
+        (("--tokens", "9", "--temperature", "0"), "temperature=0"),
+        (("--tokens", "9", "--engine", "jax"), "Allowed: torch, vllm"),
+        (("--tokens", "9", "--max-prompt-tokens", "2"), "max_prompt_tokens=2"),
+        (("--tokens", "9", "--prompts", "nowhere.jsonl"), "no file 'nowhere.jsonl'"),
+        (("--tokens", "9", "--batch-rows", "0"), "batch_rows=0"),
+    ],
+)
+def test_a_users_mistake_is_named(
+    model: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    result = run(model, tmp_path / "out.jsonl", *options)
+    assert isinstance(result.exception, MultirateError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_works(
+    model: Path, tmp_path: Path
+) -> None:
+    for out in (tmp_path, tmp_path / "no" / "folder.jsonl"):
+        result = run(model, out, "--tokens", "9")
+        assert isinstance(result.exception, MultirateError), result.output
+
+
+def test_a_model_without_chat_template_is_refused(tmp_path: Path) -> None:
+    assert TEMPLATE
+    folder = save_model(tmp_path / "model")
+    plain = tokenizer()
+    plain.chat_template = None
+    plain.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    result = run(folder, tmp_path / "out.jsonl", "--tokens", "9")
+    assert isinstance(result.exception, MultirateError)
+    assert "no chat template" in str(result.exception)
+
+
+# --------------------------------------------------------------------------------------- vLLM
+
+
+def test_vllm_is_asked_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in with vLLM's own names: LLM(...).generate(prompts, params)[i].outputs[0].token_ids."""
+    asked: dict[str, Any] = {}
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            asked["load"] = options
+
+        def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[Any]:
+            asked.update(prompts=prompts, params=params)
+            outputs = [SimpleNamespace(token_ids=(7, 8, p["prompt_token_ids"][0])) for p in prompts]
+            return [SimpleNamespace(outputs=[output]) for output in outputs]
+
+    fake = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    writer = VllmWriter("a-model", END, dtype="float32", seed=5)
+    assert writer.complete([Request([3], 9, 0.0, 1), Request([4], 8, 0.7, 2)]) == [
+        [7, 8, 3],
+        [7, 8, 4],
+    ]
+    assert asked["load"] == {"model": "a-model", "dtype": "float32", "seed": 5}
+    assert [(p.max_tokens, p.temperature, p.seed) for p in asked["params"]] == [
+        (9, 0.0, 1),
+        (8, 0.7, 2),
+    ]
+    assert all(p.stop_token_ids == [END] for p in asked["params"])
+
+
+def test_vllm_that_is_missing_or_fails_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MultirateError, match="not installed"):
+        VllmWriter("a-model", END)
+
+    def broken(**_: Any) -> None:
+        raise RuntimeError("no kernel for this CPU")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=broken))
+    with pytest.raises(MultirateError, match="no kernel for this CPU"):
+        VllmWriter("a-model", END)
