@@ -48,7 +48,7 @@ class ScriptedWriter:
     def complete(self, requests: Sequence[Request]) -> list[list[int]]:
         self.requests += requests
         texts = self.batches.pop(0) if self.batches else ["?"] * len(requests)
-        return [self.tokenizer(text).input_ids + [END] for text in texts[: len(requests)]]
+        return [[*self.tokenizer(text).input_ids, END] for text in texts[: len(requests)]]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -113,7 +113,14 @@ def test_given_prompts_are_answered_once_each_and_marked(tmp_path: Path) -> None
     options = SynthOptions(tokens=1000, batch_rows=4)
     steps = list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts))
     rows = lines(out)
-    assert [row["messages"][1]["content"] for row in rows] == "one two three four five six".split()
+    assert [row["messages"][1]["content"] for row in rows] == [
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+    ]
     assert {row["messages"][0]["content"] for row in rows} == {f"question {i}" for i in range(6)}
     assert [row["tokens"] for row in rows] == [4, 4, 6, 5, 5, 4]
     assert all(row["complete"] for row in rows)
@@ -218,7 +225,8 @@ def test_a_full_file_needs_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["hello\n", '{"text": "raw"}\n', '{"messages": []}\n', '{"messages": [{"role": 1}]}\n']
+    "content",
+    ["hello\n", '{"text": "raw"}\n', '{"messages": []}\n', '{"messages": [{"role": 1}]}\n'],
 )
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     out = tmp_path / "text.jsonl"
