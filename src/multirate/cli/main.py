@@ -15,10 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from multirate.cli.analyze import analyze
 from multirate.cli.bench import bench
 from multirate.cli.demo import demo
 from multirate.cli.generate import generate
 from multirate.cli.info import info
+from multirate.cli.synth import synth
 from multirate.cli.train import train
 from multirate.config.errors import MultirateError
 
@@ -33,8 +35,10 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(synth)
 app.command()(train)
 app.command()(info)
+app.command()(analyze)
 app.add_typer(bench)
 
 

@@ -175,11 +175,11 @@ def _fit_gates(accelerator: Accelerator, batches: Iterable[Batch], ridge: float)
     for (start, stop), sums in zip(spans, moments, strict=True):
         layers = accelerator.layers[start - gates[0] : stop - gates[0]]
         if config.layer_kind == "lean":
-            _fit_lean(cast(Sequence[LeanLayer], layers), sums, ridge)
+            fit_lean(cast(Sequence[LeanLayer], layers), sums, ridge)
     return moments[0].count
 
 
-def _fit_lean(layers: Sequence[LeanLayer], moments: Moments, ridge: float) -> None:
+def fit_lean(layers: Sequence[LeanLayer], moments: Moments, ridge: float) -> None:
     """Layer after layer, from moments alone: p_i is linear in the gate state, p_i = L [p_0; 1]."""
     assert moments.xx is not None and moments.xy is not None
     size = moments.xx.shape[0] - 1
