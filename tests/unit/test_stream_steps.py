@@ -165,7 +165,14 @@ def test_folding_changes_speed_only(model: str, monkeypatch: pytest.MonkeyPatch)
     assert all(layer.folded is None for layer in stream.layers)
 
 
-def test_folding_keeps_to_its_limit() -> None:
-    stream = shaken(BaseModel(tiny_model("llama")), "carry").eval()  # 2 of 4 layers: far over it
+def test_folding_keeps_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = BaseModel(tiny_model("llama"))
+    stream = shaken(base, "carry").eval()  # 2 of 4 layers: far over it
     stream.fold()
     assert all(layer.folded is None for layer in stream.layers)
+    one = stream.layers[0].fold_bytes() / sum(p.nbytes for p in base.model.parameters())
+    monkeypatch.setattr(accelerator_module, "FOLD_LIMIT", 1.5 * one)  # room for the first only
+    stream.fold()
+    assert [layer.folded is not None for layer in stream.layers] == [True, False]
+    drafted = unrolled(stream, whole_rows(torch.full((1, 6), 5)), 1)
+    assert all(torch.isfinite(step.exit).all() for step in drafted)

@@ -221,12 +221,14 @@ class Accelerator(nn.Module):
     def fold(self) -> None:
         """Make drafting faster by folding adapters into copies of weights, where memory allows.
 
-        Nothing happens to layers whose copies would take more than `FOLD_LIMIT` of the base model.
+        Layers are folded from the first on, as many as `FOLD_LIMIT` of the base model's bytes holds.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, TiedLayer)]
-        weights = sum(p.nbytes for p in self.base.model.parameters())
-        if sum(layer.fold_bytes() for layer in layers) <= FOLD_LIMIT * weights:
-            for layer in layers:
+        room = FOLD_LIMIT * sum(p.nbytes for p in self.base.model.parameters())
+        for layer in self.layers:
+            if isinstance(layer, TiedLayer):
+                room -= layer.fold_bytes()
+                if room < 0:
+                    return
                 layer.fold()
 
     def num_parameters(self) -> int:
