@@ -699,7 +699,7 @@ def test_ctrl_c_while_train_saves_can_be_resumed(
 def test_ctrl_c_while_train_trains_leaves_the_last_save(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("multirate.train.trainer._Training._train_step", interrupt)
+    monkeypatch.setattr("multirate.train.loop.TrainingRun.train_step", interrupt)
     output = tmp_path / "out"
     found = cli(*train_arguments(model, text, output))
     assert (found.code, found.out) == (130, "")

@@ -137,11 +137,11 @@ def schedule(rows: Sequence[Row], *, epochs: float, tokens: int, seed: int) -> l
     return groups
 
 
-def first_rows(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """The first rows that hold about `tokens` positions."""
+def sample_rows(rows: Sequence[Row], tokens: int, *, seed: int) -> list[Row]:
+    """Rows from all over a text that hold about `tokens` positions."""
     chosen: list[Row] = []
     count = 0
-    for row in rows:
+    for row in random.Random(seed).sample(rows, len(rows)):
         if count >= tokens:
             break
         chosen.append(row)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from multirate.config.errors import MultirateError
 from multirate.models.base import BaseModel
@@ -72,7 +73,6 @@ class Processes:
             project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder)),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(
-                    broadcast_buffers=False,
                     # A single step never reaches the entry's map for later ones.
                     find_unused_parameters=options.draft_steps == 1,
                 )
@@ -96,6 +96,9 @@ class Processes:
         if self.accelerate.is_fsdp2:
             # The adapters are small: one unit, gathered once a step.
             self.accelerate.state.fsdp_plugin.auto_wrap_policy = None
+        # The buffers (draft vocabulary, scales) never change.
+        buffers = [name for name, _ in loss.named_buffers()] + [f"{_PREFIX}_draft_rows"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, buffers)
         module, optimizer = self.accelerate.prepare(loss, self._optimizer(loss))
         return module, optimizer
 
@@ -144,6 +147,11 @@ class Processes:
 
     def wait(self) -> None:
         self.accelerate.wait_for_everyone()
+
+    def close(self) -> None:
+        """Let trackers write what they hold. The processes stay connected, for what comes next."""
+        for tracker in self.accelerate.trackers:
+            tracker.finish()
 
     def share(self, accelerator: Accelerator) -> None:
         """Give every process the main one's weights: what each computed may differ in rounding."""
