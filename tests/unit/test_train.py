@@ -48,6 +48,7 @@ def test_training_improves_any_start_and_leaves_the_base_alone(
     tmp_path: Path, preset: str, closed_form: bool
 ) -> None:
     base = tiny_base()
+    base.model.requires_grad_(True)
     before = {name: t.clone() for name, t in base.model.state_dict().items()}
     options = {"closed_form": closed_form, "draft_steps": 2, "save_seconds": 1e6}
     shape = {"draft_vocab_size": VOCABULARY}

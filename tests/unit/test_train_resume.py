@@ -112,6 +112,33 @@ def test_a_crash_while_a_checkpoint_is_written_keeps_the_old_one(
     assert same(whole, tiny_training(output, resume=True))
 
 
+def test_a_kill_while_the_accelerator_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two renames nothing is at its place, and two folders lie beside it."""
+    whole = tiny_training(tmp_path / "whole")
+    output = tmp_path / "parts"
+    with pytest.raises(Killed):
+        tiny_training(output, report=killed_at("step", 3), save_seconds=0)
+    original = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        original(self, target)
+        # Nothing is tidied up any more.
+        monkeypatch.setattr("shutil.rmtree", lambda *args, **more: None)
+        monkeypatch.setattr(Path, "exists", lambda self: False)
+        raise Killed
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(Killed):
+        tiny_training(output, resume=True)
+    monkeypatch.undo()
+    assert not output.exists() and len(list(tmp_path.glob(".parts.*"))) == 2
+    assert same(whole, tiny_training(output, resume=True))
+    names = {"whole", "whole.train", "parts", "parts.train"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
 def test_an_unfinished_training_is_not_overwritten(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with pytest.raises(Killed):

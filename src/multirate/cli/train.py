@@ -181,6 +181,7 @@ def train(
         raise
     finally:
         report.close()
+    process.destroy_process_group()
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:

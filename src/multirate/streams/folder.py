@@ -13,6 +13,7 @@ nothing: whatever does not fit is an error before the first token.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 import shutil
@@ -378,6 +379,13 @@ def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
             old.rename(target)
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Remove what a save of `target` left beside it when its process was killed."""
+    for kind in ("new", "old"):
+        for path in target.parent.glob(f".{glob.escape(target.name)}.*.{kind}"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:

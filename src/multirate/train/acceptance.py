@@ -12,6 +12,8 @@ from multirate.train.batches import Batch
 from multirate.train.teacher import Needs, TeacherStates, run_teacher
 from multirate.train.unroll import following, unroll
 
+_AT_ONCE = 256  # positions whose logits over the whole vocabulary are held in memory
+
 
 @torch.no_grad()
 def count_accepted(
@@ -25,7 +27,8 @@ def count_accepted(
     """
     base, used = accelerator.base, batch.trained
     model_choice = torch.zeros(used.shape, dtype=torch.long, device=used.device)
-    model_choice[used] = base.head(teacher.at(base.num_layers)[used].to(base.dtype)).argmax(-1)
+    final = teacher.at(base.num_layers)[used].to(base.dtype)
+    model_choice[used] = torch.cat([base.head(h).argmax(-1) for h in final.split(_AT_ONCE)])
     alive = used
     counts = []
     for drafted in unroll(accelerator, batch, teacher, draft_steps):

@@ -59,7 +59,7 @@ class Row:
 
 def read_rows(
     source: str | Path,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     max_length: int = 512,
     loss_on: LossOn = "answers",
@@ -76,13 +76,18 @@ def read_rows(
         max_tokens: stop at about so many tokens.
 
     Raises:
-        MultirateError: no such file or data set, a row that is of no accepted shape (its number is
-            named), a package that is missing, or no text at all.
+        MultirateError: no tokenizer, no such file or data set, a row of no accepted shape (its number
+            is named), a package that is missing, or no text at all.
     """
     if loss_on not in get_args(LossOn):
         raise MultirateError(f"loss_on={loss_on!r} is not known. Allowed: answers, all.")
     if max_length < 8:
         raise MultirateError(f"max_length={max_length} must be at least 8.")
+    if tokenizer is None:
+        raise MultirateError(
+            "This model has no tokenizer, so no text can be read for it. Add its tokenizer files "
+            "(tokenizer.json, tokenizer_config.json) to the model's folder."
+        )
     rows: list[Row] = []
     tokens = 0
     for row in _read(source, tokenizer, max_length):

@@ -17,7 +17,12 @@ from multirate.config.errors import MultirateError
 from multirate.models.base import BaseModel
 from multirate.models.loading import config_fingerprint
 from multirate.streams.accelerator import Accelerator
-from multirate.streams.folder import require_free, require_writable, save_accelerator
+from multirate.streams.folder import (
+    remove_leftovers,
+    require_free,
+    require_writable,
+    save_accelerator,
+)
 from multirate.train import batches as batching
 from multirate.train.checkpoint import (
     read_checkpoint,
@@ -58,7 +63,7 @@ def train_accelerator(
     same arguments; a step's rows are shared among them.
 
     Args:
-        base: the frozen model; the text should be what it wrote itself.
+        base: the model, whose parameters are frozen; the text should be what it wrote itself.
         rows: texts to train on.
         output: folder to save to.
         heldout: texts to measure acceptance on; by default some of `rows` are kept back.
@@ -106,6 +111,7 @@ def train_accelerator(
                 f"acceptance. Give more text, or keep fewer back with --heldout-rows."
             )
         heldout, rows = batching.split_rows(rows, heldout=options.heldout_rows, seed=options.seed)
+    base.model.requires_grad_(False)  # no gradient is computed for a frozen weight
     torch.manual_seed(options.seed)
     accelerator = Accelerator.from_preset(
         preset, base, **{"base_model_name_or_path": name, "revision": revision, **overrides}
@@ -128,6 +134,7 @@ def train_accelerator(
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     if state is not None:
         require_same(state["settings"], settings, folder)
+        remove_leftovers(target)
     processes = Processes(base, options, folder=folder, report_to=report_to)
     training = TrainingRun(
         accelerator,
