@@ -80,14 +80,14 @@ def rate_tasks(study: Study, result: dict[str, Any]) -> list[Task]:
             row = {
                 "rate": rate,
                 "targets": list(stack.targets),
-                **judge(study.heldout, end, [target]),
+                **judge(study.heldout, end, target),
                 "readout_agreement": share(tokens == study.heldout.choices),
                 "start_cosine": cosine(study.heldout.state(stack.start), goal),
-                "state_agreement": share(next_tokens(study.base, goal) == study.heldout.choices),
+                "state_agreement": share(study.heldout.tokens(target) == study.heldout.choices),
             }
             result["starts"].setdefault(str(stack.start), []).append(row)
 
-        work = study.lean_work(k) + 3 * study.judge_work()
+        work = study.lean_work(k) + 2 * study.judge_work()
         return Task(f"rate {rate:.3g} from layer {stack.start}", work, run)
 
     return [task(rate, stack) for rate, stack in stacks]

@@ -27,6 +27,7 @@ RIDGE = 1e-3
 VOCABULARY_LIMIT = 4096
 _CLIP = 1.0
 _WARMUP = 0.1
+_EXIT_BATCH = 64  # positions; an exit head starts from nothing, so it needs many steps
 
 
 @dataclass(frozen=True)
@@ -176,13 +177,16 @@ def train_stack(
 
     def loss(batch: Batch) -> Tensor:
         trace = run_stack(layers, text, batch, batch.states[stack.start])
+        # Similarities are picked, not states: the gradient of picking states is slow on a CPU.
         distance = torch.stack(
-            [1 - F.cosine_similarity(p[batch.used], batch.states[i][batch.used].float(), dim=-1).mean()
+            [1 - F.cosine_similarity(p, batch.states[i].float(), dim=-1)[batch.used].mean()
              for p, i in zip(trace, stack.targets, strict=True)]
         ).mean()  # fmt: skip
         if not training.kl_weight:
             return distance
-        end, final = trace[-1][batch.used], batch.states[base.num_layers][batch.used]
+        positions = batch.used.flatten().nonzero().squeeze(1)
+        end = trace[-1].flatten(0, 1).index_select(0, positions)
+        final = batch.states[base.num_layers][batch.used]
         normed = base.final_norm(end.to(base.dtype))
         return distance + training.kl_weight * vocabulary.divergence(normed, final)
 
@@ -239,7 +243,9 @@ def train_exit_head(
         return vocabulary.divergence(normed, final[positions])
 
     order = torch.randperm(len(state), generator=torch.Generator().manual_seed(training.seed))
-    _descend(list(head.parameters()), order.to(base.device).split(256), loss, training, tick)
+    _descend(
+        list(head.parameters()), order.to(base.device).split(_EXIT_BATCH), loss, training, tick
+    )
 
 
 def _descend(
@@ -276,13 +282,13 @@ def _descend(
             tick(1 / steps)
 
 
-def judge(text: CachedText, end: Tensor, targets: Sequence[int] = ()) -> dict[str, float]:
+def judge(text: CachedText, end: Tensor, target: int | None = None) -> dict[str, float]:
     """Held-out quality of states `[T, D]` that stand in for the final one.
 
     Args:
         text: what is judged on.
         end: the states.
-        targets: a slow layer that they aim at, if it is not the last.
+        target: the slow layer that they aim at, if that is to be judged too.
 
     Returns:
         `cosine` and `agreement` (the same most likely next token) with the full model, and
@@ -293,8 +299,7 @@ def judge(text: CachedText, end: Tensor, targets: Sequence[int] = ()) -> dict[st
         "cosine": cosine(end, text.state(text.base.num_layers)),
         "agreement": share(tokens == text.choices),
     }
-    for layer in targets:
-        target = text.state(layer)
-        result["target_cosine"] = cosine(end, target)
-        result["target_agreement"] = share(tokens == next_tokens(text.base, target))
+    if target is not None:
+        result["target_cosine"] = cosine(end, text.state(target))
+        result["target_agreement"] = share(tokens == text.tokens(target))
     return result

@@ -94,6 +94,7 @@ class CachedText:
     base: BaseModel
     batches: list[Batch] = field(default_factory=list)
     _blocks: dict[tuple[int, int], tuple[Block, Prefix]] = field(default_factory=dict)
+    _tokens: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def positions(self) -> int:
@@ -111,6 +112,12 @@ class CachedText:
         if place not in self._blocks:
             self._blocks[place] = draft_block(self.base, *place)
         return self._blocks[place]
+
+    def tokens(self, layer: int) -> Tensor:
+        """`[T]` the next tokens that the LM head reads from h_layer."""
+        if layer not in self._tokens:
+            self._tokens[layer] = next_tokens(self.base, self.state(layer))
+        return self._tokens[layer]
 
     def state(self, layer: int, *, shift: int = 0) -> Tensor:
         """h_layer at the used positions, or `shift` positions before them: `[T, D]` float32."""

@@ -30,9 +30,9 @@ class AnalysisOptions:
     """
 
     figures: tuple[str, ...] = FIGURES
-    tokens: int = field(default=12_000, metadata={"help": "positions to fit and judge on"})
+    tokens: int = field(default=8_000, metadata={"help": "positions to fit and judge on"})
     rank: int = field(default=32, metadata={"help": "adapter rank of lean and tied layers"})
-    epochs: int = field(default=4, metadata={"help": "passes over the text of each distillation"})
+    epochs: int = field(default=3, metadata={"help": "passes over the text of each distillation"})
     max_length: int = field(default=320, metadata={"help": "longest text, in tokens"})
     seed: int = field(default=0, metadata={"help": "of the split, adapters' start and batch order"})
 
