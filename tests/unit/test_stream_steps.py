@@ -14,7 +14,6 @@ from multirate.decode.loop import prefill
 from multirate.models.base import BaseModel
 from multirate.streams import accelerator as accelerator_module
 from multirate.streams.accelerator import Accelerator, Carried
-from multirate.train import acceptance
 from multirate.train.acceptance import mean_acceptance_length, measure_acceptance
 from multirate.train.batches import Batch, collate
 from multirate.train.data import Row
@@ -84,7 +83,7 @@ def test_top_scoring_tokens_only() -> None:
     assert not torch.allclose(outputs[1], outputs[None], atol=1e-3)
 
 
-def test_acceptance_of_a_perfect_and_a_useless_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_of_a_perfect_and_a_useless_drafter() -> None:
     base = BaseModel(tiny_model("llama"))
     stream = accelerator(base, "carry", draft_vocab_size=VOCABULARY)
     stream.set_draft_ids(torch.arange(VOCABULARY))
@@ -96,8 +95,7 @@ def test_acceptance_of_a_perfect_and_a_useless_drafter(monkeypatch: pytest.Monke
         for step in range(1, steps + 1):
             yield Drafted(step, teacher.at(base.num_layers), [])
 
-    monkeypatch.setattr(acceptance, "unroll", perfect)
-    assert measure_acceptance(stream, text, 2) == (1.0, 1.0)
+    assert measure_acceptance(stream, text, 2, unroll=perfect) == (1.0, 1.0)
 
 
 def test_mean_acceptance_length() -> None:

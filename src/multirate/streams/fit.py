@@ -15,7 +15,7 @@ Shapes: T positions, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -28,6 +28,7 @@ from multirate.streams.entry import FusedInputs
 from multirate.streams.layers import LeanLayer
 
 Batch = tuple[Tensor, Sequence[int]]  # ids [B, n] right-padded, and each row's length
+States = Callable[[BaseModel, Tensor, Iterable[int]], tuple[dict[int, Tensor], Tensor]]
 
 # The first position's states are outliers in most models (it serves as the attention sink), and
 # squared errors would be spent on it alone; a carried state comes from one position before.
@@ -111,7 +112,11 @@ def _positions(x: Tensor, lengths: Sequence[int], shift: int = 0) -> Tensor:
 
 @torch.no_grad()
 def fit_closed_form(
-    accelerator: Accelerator, batches: Iterable[Batch], *, ridge: float = 1e-3
+    accelerator: Accelerator,
+    batches: Iterable[Batch],
+    *,
+    ridge: float = 1e-3,
+    states: States = slow_states,
 ) -> int:
     """Set every linear part of an accelerator from one pass over text.
 
@@ -119,21 +124,24 @@ def fit_closed_form(
         accelerator: changed in place.
         batches: (ids `[B, n]` right-padded, lengths) from the base model's own text.
         ridge: shrinkage, relative to the inputs' mean second moment.
+        states: where slow states come from; `slow_states`, or something that remembers its results.
 
     Returns:
         int: positions that were used.
     """
     if accelerator.entry is not None:
-        return _fit_carry(accelerator, batches, ridge)
-    return _fit_gates(accelerator, batches, ridge)
+        return _fit_carry(accelerator, batches, ridge, states)
+    return _fit_gates(accelerator, batches, ridge, states)
 
 
-def _fit_carry(accelerator: Accelerator, batches: Iterable[Batch], ridge: float) -> int:
+def _fit_carry(
+    accelerator: Accelerator, batches: Iterable[Batch], ridge: float, slow: States
+) -> int:
     base, config = accelerator.base, accelerator.config
     gate, final, carried = config.gates[0], config.num_layers, config.carry_layers
     first, again = Moments(), Moments()
     for ids, lengths in batches:
-        states, _ = slow_states(base, ids, {gate, final, *carried})
+        states, _ = slow(base, ids, {gate, final, *carried})
         embedding = _positions(base.embed(ids), lengths)
         target = _positions(states[gate], lengths)
         before = {i: _positions(states[i], lengths, shift=1) for i in states}
@@ -141,12 +149,13 @@ def _fit_carry(accelerator: Accelerator, batches: Iterable[Batch], ridge: float)
         # Stand-ins: what a well-trained stream leaves behind is close to these slow states.
         again.add(torch.cat([embedding, before[gate], before[final]], 1), target)
     assert accelerator.entry is not None
-    _set_fused(accelerator.entry.first, first, ridge)
-    _set_fused(accelerator.entry.again, again, ridge)
+    set_fused(accelerator.entry.first, first, ridge)
+    set_fused(accelerator.entry.again, again, ridge)
     return first.count
 
 
-def _set_fused(module: FusedInputs, moments: Moments, ridge: float) -> None:
+def set_fused(module: FusedInputs, moments: Moments, ridge: float) -> None:
+    """Set a fused map by ridge regression, each input first brought to unit size."""
     assert moments.xx is not None and moments.xy is not None
     inputs = len(module.scale)
     size = (moments.xx.shape[0] - 1) // inputs
@@ -161,14 +170,16 @@ def _set_fused(module: FusedInputs, moments: Moments, ridge: float) -> None:
     module.linear.bias.copy_(bias)
 
 
-def _fit_gates(accelerator: Accelerator, batches: Iterable[Batch], ridge: float) -> int:
+def _fit_gates(
+    accelerator: Accelerator, batches: Iterable[Batch], ridge: float, slow: States
+) -> int:
     base, config = accelerator.base, accelerator.config
     schedule, gates = config.schedule, config.gates
     targets = {i + 1: schedule.target_layer(i + 1) for i in schedule.layers}
     moments = [Moments() for _ in range(schedule.num_intervals)]
     spans = list(pairwise(gates))
     for ids, lengths in batches:
-        states, _ = slow_states(base, ids, {*gates[:-1], *targets.values()})
+        states, _ = slow(base, ids, {*gates[:-1], *targets.values()})
         for (start, stop), sums in zip(spans, moments, strict=True):
             wanted = [_positions(states[targets[i]], lengths) for i in range(start + 1, stop + 1)]
             sums.add(_positions(states[start], lengths), torch.cat(wanted, 1))

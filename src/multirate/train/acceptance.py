@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,16 +10,21 @@ from torch import Tensor
 from multirate.streams.accelerator import Accelerator
 from multirate.train.batches import Batch
 from multirate.train.teacher import Needs, TeacherStates, run_teacher
-from multirate.train.unroll import following, unroll
+from multirate.train.unroll import Drafted, following, unroll
 
 _AT_ONCE = 256  # positions whose logits over the whole vocabulary are held in memory
 
 
 @torch.no_grad()
 def count_accepted(
-    accelerator: Accelerator, batch: Batch, teacher: TeacherStates, draft_steps: int
+    accelerator: Accelerator,
+    batch: Batch,
+    teacher: TeacherStates,
+    draft_steps: int,
+    *,
+    unroll: Callable[..., Iterator[Drafted]] = unroll,
 ) -> Tensor:
-    """Draft from every position of a batch.
+    """Draft from every position of a batch, the way that `unroll` drafts.
 
     Returns:
         Tensor: int64 `[draft_steps, 2]`, for each step how often it was reached (all steps before it
@@ -49,9 +54,13 @@ def acceptance_rates(counts: Tensor) -> tuple[float, ...]:
 
 
 def measure_acceptance(
-    accelerator: Accelerator, batches: Iterable[Batch], draft_steps: int
+    accelerator: Accelerator,
+    batches: Iterable[Batch],
+    draft_steps: int,
+    *,
+    unroll: Callable[..., Iterator[Drafted]] = unroll,
 ) -> tuple[float, ...]:
-    """Simulated greedy drafting on held-out text.
+    """Simulated greedy drafting on held-out text, the way that `unroll` drafts.
 
     Returns:
         For each draft step, the probability that its token is the base model's own choice given that
@@ -64,7 +73,7 @@ def measure_acceptance(
         batch = batch.to(base.device)
         teacher = run_teacher(base, batch, needs)
         with mixed_precision(accelerator):
-            counts += count_accepted(accelerator, batch, teacher, draft_steps)
+            counts += count_accepted(accelerator, batch, teacher, draft_steps, unroll=unroll)
     return acceptance_rates(counts)
 
 

@@ -9,7 +9,7 @@ Shapes: B rows, m window positions, U used positions, D hidden size, Vd draft vo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,18 @@ class StreamLoss(nn.Module):
     Args:
         accelerator: its adapters are this module's parameters; the frozen base is not in the tree.
         options: steps, weights and kinds of losses.
+        unroll: how interval 0 drafts over a batch; another function is another kind of drafting.
     """
 
-    def __init__(self, accelerator: Accelerator, options: TrainingOptions) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        options: TrainingOptions,
+        *,
+        unroll: Callable[..., Iterator[Drafted]] = unroll,
+    ) -> None:
         super().__init__()
-        self.accelerator, self.options = accelerator, options
+        self.accelerator, self.options, self.unroll = accelerator, options, unroll
 
     def forward(self, batch: Batch, teacher: TeacherStates, *args: Any, measure: int = 0) -> Any:
         """`loss`, or with `measure` the counts of simulated drafting of that many steps.
@@ -71,7 +78,7 @@ class StreamLoss(nn.Module):
         while its forward runs.
         """
         if measure:
-            return count_accepted(self.accelerator, batch, teacher, measure)
+            return count_accepted(self.accelerator, batch, teacher, measure, unroll=self.unroll)
         return self.loss(batch, teacher, *args)
 
     def loss(
@@ -96,7 +103,7 @@ class StreamLoss(nn.Module):
         reach = used[0].float() if options.reach_weighting else None
         parts: dict[str, Tensor] = {}
         total = torch.zeros((), device=batch.ids.device)
-        for drafted in unroll(accelerator, batch, teacher, options.draft_steps):
+        for drafted in self.unroll(accelerator, batch, teacher, options.draft_steps):
             index = drafted.step - 1
             loss, own = self._step(drafted, used[index], targets, counts[index], reach, parts)
             total = total + options.step_decay**index * loss

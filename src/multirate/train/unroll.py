@@ -104,7 +104,7 @@ def unroll(
     """Run interval 0 of the stream over a batch, draft step by draft step."""
     base, config = accelerator.base, accelerator.config
     gate = config.gates[0]
-    embedding = base.embed(_window_ids(batch)) if accelerator.entry is not None else None
+    embedding = base.embed(window_ids(batch)) if accelerator.entry is not None else None
     carried = Carried(tuple(teacher.before(i) for i in accelerator.carry_layers), own=False)
     arena = cast(KVArena, UnrolledArena(teacher, base.num_layers))
     for step in range(1, draft_steps + 1):
@@ -149,6 +149,7 @@ def _interval(
     return Drafted(step, end, pairs)
 
 
-def _window_ids(batch: Batch) -> Tensor:
+def window_ids(batch: Batch) -> Tensor:
+    """Token ids at the windows' positions, `[B, m]`."""
     at = window_positions(batch.starts, batch.trained.shape[1], batch.ids.device)
     return batch.ids.gather(1, at.clamp(max=batch.ids.shape[1] - 1))
