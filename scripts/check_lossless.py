@@ -20,13 +20,14 @@ MODEL = "smollm2-135m"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--accelerator", default="default", help="folder; default: what ships")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", default="mt_bench")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
-    engine = multirate.load(MODEL, "default", dtype=args.dtype)
+    engine = multirate.load(MODEL, args.accelerator, dtype=args.dtype)
     prompts = [engine.encode(row.content, raw=row.raw) for row in read_prompts(args.prompts).rows]
     # Prompts of similar length share a batch: less padding in its prefill.
     prompts.sort(key=len)

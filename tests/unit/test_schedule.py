@@ -106,9 +106,11 @@ def test_presets() -> None:
     assert (paper.entry, paper.layer_kind, paper.gates) == ("gate", "lean", (0, 4))
     assert (paper.rank, paper.num_heads, paper.schedule.rate(0)) == (8, 8, 7.5)
     carry = preset_config("carry", **SHAPE, num_attention_heads=9)
-    assert (carry.entry, carry.layer_kind, carry.gates) == ("carry", "tied", (28, 30))
-    assert [carry.source_layer(i) for i in carry.schedule.layers] == [28, 29]
-    assert 30 in carry.carry_layers
+    assert (carry.entry, carry.layer_kind, carry.gates) == ("carry", "tied", (26, 30))
+    assert [carry.source_layer(i) for i in carry.schedule.layers] == [26, 27, 28, 29]
+    assert carry.carry_layers == (10, 20, 26, 30)
+    smaller = preset_config("carry", **SHAPE | {"num_layers": 18}, num_attention_heads=4)
+    assert smaller.gates == (16, 18)
 
 
 @given(n=st.integers(1, 60), heads=st.integers(1, 64), preset=st.sampled_from(["carry", "paper"]))

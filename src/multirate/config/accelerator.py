@@ -160,8 +160,8 @@ def preset_config(
 
     `paper`: what M2R2 publishes for speculation: gate entry at layer 0, k = 4 lean layers at rate
     R = N/k, rank 8, a quarter of the heads (8 of 32), the 64 best-scoring tokens attended.
-    `carry`: what worked best here: the last two base layers run again (`tied`) on a fusion of the
-    token's embedding with the previous position's deep states.
+    `carry`: what worked best here: the last base layers, a seventh of them but two to four, run again
+    (`tied`) on a fusion of the token's embedding with the previous position's deep states.
 
     Args:
         preset: one of `PRESETS`.
@@ -183,7 +183,7 @@ def preset_config(
             "num_heads": max(1, round(num_attention_heads * 8 / 32)), "attended_tokens": 64,
         }  # fmt: skip
     elif preset == "carry":
-        k = min(2, n)
+        k = min(n, max(2, min(4, n // 7)))
         deep = sorted({round(n / 3), round(2 * n / 3), n - k, n})
         chosen = {
             "entry": "carry", "layer_kind": "tied", "gates": (n - k, n), "rank": 64,
