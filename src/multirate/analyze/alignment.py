@@ -28,7 +28,7 @@ from multirate.analyze.stacks import (
     train_stack,
 )
 from multirate.analyze.states import Batch, CachedText, cosine, mixed_precision, share
-from multirate.analyze.tasks import Study, Task, Tick
+from multirate.analyze.tasks import LEARNING_RATES, Study, Task, Tick
 from multirate.config.accelerator import preset_config
 from multirate.config.schedule import RateSchedule
 from multirate.models.arena import KVArena
@@ -103,6 +103,7 @@ def alignment_tasks(
         "lean_heads": study.lean_heads,
         "epochs": {"LITE-style": study.options.epochs, "lean": study.options.epochs,
                    "tied": tied_epochs},
+        "learning_rates": LEARNING_RATES,
         "methods": {name: {"what": what, "exits": []} for name, what in METHODS.items()},
     }  # fmt: skip
     tasks = []
@@ -156,7 +157,7 @@ def _carry(study: Study, layer: int, tick: Tick) -> tuple[Tensor, int]:
 
 def _lite(study: Study, layer: int, tick: Tick) -> tuple[Tensor, int]:
     head = ExitHead(study.base)
-    training = study.training(kl_weight=1.0)
+    training = study.training("LITE-style", kl_weight=1.0)
     train_exit_head(head, layer, study.train, study.vocabulary, training, tick=tick)
     with torch.no_grad():
         return head(study.heldout.state(layer)), sum(p.numel() for p in head.parameters())
@@ -191,7 +192,7 @@ def _stack_task(study: Study, result: dict[str, Any], stop: int, stack: Stack, e
         layers = stack.layers(study.base)
         closed_form(layers, stack, stack_moments(study.train, stack))
         fitted = judge(study.heldout, end_states(layers, stack, study.heldout))
-        training = study.training(kl_weight=1.0, epochs=epochs)
+        training = study.training(stack.kind, kl_weight=1.0, epochs=epochs)
         train_stack(layers, stack, study.train, study.vocabulary, training, tick=tick)
         _record(
             result, stack.kind, stop, _count(layers),

@@ -167,12 +167,17 @@ def _rates(numbers: dict[str, Any], subtitle: str) -> Figure:
             ("readout_agreement", "the same, linear map to h$_N$ first", GREEN, "^", "-"),
             ("state_agreement", "the target itself with the model", GREY, "x", "--"),
         ])  # fmt: skip
-        _panel(cosine, f"Cosine, {where}", "rate R", "cosine (held out)")
-        _panel(agreement, f"Same next token, {where}", "rate R", "agreement (held out)")
+        _panel(cosine, f"Cosine, {where}", "rate R, and the state aimed at", "cosine (held out)")
+        _panel(
+            agreement,
+            f"Same next token, {where}",
+            "rate R, and the state aimed at",
+            "agreement (held out)",
+        )
         for axis in (cosine, agreement):
-            axis.set_ylim(0, 1)
+            axis.set_ylim(-0.04, 1.02)  # cosines just below zero stay in sight
             ticks = [r["rate"] for r in rates]
-            axis.set_xticks(ticks, [f"{r['rate']:g}\n→ h$_{{{r['targets'][-1]}}}$" for r in rates])
+            axis.set_xticks(ticks, [f"{r['rate']:g}\nh$_{{{r['targets'][-1]}}}$" for r in rates])
     for axis in axes[-2:]:  # one legend below each column
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), fontsize=9.5, ncols=2)
     return figure
@@ -205,7 +210,7 @@ def _alignment(numbers: dict[str, Any], subtitle: str) -> Figure:
     for axis, what in ((cosine, "cosine with h$_N$"), (agreement, "same next token as the model")):
         _panel(axis, what[0].upper() + what[1:], "depth: layers run one after another",
                "mean over held-out positions")  # fmt: skip
-        axis.set_ylim(0, 1)
+        axis.set_ylim(-0.04, 1.02)
         axis.set_xlim(left=0)
         axis.set_xticks(sorted({0, *numbers["exits"]}))
     cosine.legend(loc="best", fontsize=9)

@@ -48,7 +48,7 @@ def rate_layers(study: Study) -> set[int]:
 def rate_tasks(study: Study, result: dict[str, Any]) -> list[Task]:
     """Fill `result` with the numbers of every rate."""
     k, stacks = study.stack_layers, rate_stacks(study)
-    training = study.training(kl_weight=0.0)
+    training = study.training("lean", kl_weight=0.0)
     result |= {
         "held_fixed": f"{k} lean layers of rank {study.rank} with {study.lean_heads} query heads, "
         f"closed-form start, then {training.epochs} passes over the same text on the mean cosine "
@@ -103,13 +103,13 @@ def rank_tasks(study: Study, result: dict[str, Any]) -> list[Task]:
     """Fill `result` with the numbers of every rank up to the hidden size."""
     start, k = study.middle_gate, study.stack_layers
     targets = span_targets(study.num_layers, start, k)
-    training = study.training(kl_weight=1.0)
+    training = study.training("lean", kl_weight=1.0)
     result |= {
         "start": start,
         "targets": list(targets),
         "heads": study.lean_heads,
         "training": f"{training.epochs} passes on cosine distance plus divergence from the full "
-        f"model's next-token distribution",
+        f"model's next-token distribution, learning rate {training.learning_rate:g}",
         "ranks": [],
     }
     moments: list[Any] = []  # of the inputs and targets that all ranks share
@@ -142,6 +142,6 @@ def _distilled(study: Study, stack: Stack, *, kl_weight: float, tick: Tick) -> t
     torch.manual_seed(study.options.seed)
     layers = stack.layers(study.base)
     closed_form(layers, stack, stack_moments(study.train, stack))
-    training = study.training(kl_weight=kl_weight)
+    training = study.training("lean", kl_weight=kl_weight)
     train_stack(layers, stack, study.train, study.vocabulary, training, tick=tick)
     return layers

@@ -38,7 +38,7 @@ from multirate.streams.fit import FIRST_POSITION
 
 NUMBERS_FILE = "analysis.json"
 SUFFIXES = (".png", ".svg")
-_BATCH_TOKENS = 1024
+_BATCH_TOKENS = 512  # small, since every batch is also a step of the distillations
 
 Progress = Callable[[str, float], None]  # what is being done, share of all work that is done
 

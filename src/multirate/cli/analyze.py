@@ -48,7 +48,7 @@ def analyze(
     ] = "velocity,rates,alignment,ranks,costs",
     tokens: Annotated[int, typer.Option(help="positions to fit and judge on")] = 8_000,
     rank: Annotated[int, typer.Option(help="adapter rank of lean and tied layers")] = 32,
-    epochs: Annotated[int, typer.Option(help="passes over the text of each distillation")] = 3,
+    epochs: Annotated[int, typer.Option(help="passes over the text of each distillation")] = 6,
     max_length: Annotated[int, typer.Option(help="longest text of --data, in tokens")] = 320,
     seed: Annotated[int, typer.Option(help="of split, adapters and batch order")] = 0,
     dtype: Annotated[
