@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,13 +15,14 @@ import pytest
 import torch
 from test_cli import TEMPLATE, save_model, tokenizer
 from tiny_models import tiny_model
+from transformers import GenerationConfig
 from typer.testing import CliRunner
 
 from multirate.cli.main import app
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models.base import BaseModel
-from multirate.models.loading import batch_dtype
+from multirate.models.loading import batch_dtype, read_end_token_ids
 from multirate.train.data import read_rows
 from multirate.train.synth import SynthOptions, synthesize
 from multirate.train.writers import Request, TorchWriter, VllmWriter
@@ -40,6 +42,8 @@ def chat_tokenizer() -> Any:
 
 class ScriptedWriter:
     """Gives scripted answers and remembers what it was asked."""
+
+    ends, context_length = (END,), 64
 
     def __init__(self, *batches: Sequence[str]) -> None:
         self.batches, self.requests = list(batches), []
@@ -67,7 +71,7 @@ def test_greedy_rows_are_what_the_engine_writes(base: BaseModel) -> None:
     """Whatever the batch: rows of other lengths beside it, some of which end early."""
     prompts = [[5, 6, 7], [9] * 9, [11, 3], [40, 41, 42, 43, 44]]
     requests = [Request(ids, 12, 0.0, 0) for ids in prompts]
-    written = TorchWriter(base, END, straggler_share=0).complete(requests)
+    written = TorchWriter(base, {END}, straggler_share=0).complete(requests)
     engine = Engine(base, tokenizer=tokenizer())
     for ids, new in zip(prompts, written, strict=True):
         expected = engine.generate(ids, max_new_tokens=12).token_ids
@@ -77,7 +81,7 @@ def test_greedy_rows_are_what_the_engine_writes(base: BaseModel) -> None:
 
 def test_sampled_rows_follow_their_own_seed_and_the_model(base: BaseModel) -> None:
     ids = [5, 6, 7]
-    writer = TorchWriter(base, END, straggler_share=0)
+    writer = TorchWriter(base, {END}, straggler_share=0)
     alone = writer.complete([Request(ids, 6, 1.0, 3)])[0]
     among = writer.complete([Request(ids, 6, 1.0, seed) for seed in range(8)])
     assert among[3] == alone
@@ -95,8 +99,24 @@ def test_sampled_rows_follow_their_own_seed_and_the_model(base: BaseModel) -> No
 def test_stragglers_are_cut(base: BaseModel) -> None:
     """Three rows at their limit end the batch; the fourth may not hold it up."""
     requests = [Request([5, 6], 2, 0.0, 0)] * 3 + [Request([7, 8], 30, 0.0, 0)]
-    written = TorchWriter(base, end=-1, straggler_share=0.25).complete(requests)
+    written = TorchWriter(base, (), straggler_share=0.25).complete(requests)
     assert [len(row) for row in written] == [2, 2, 2, 2]
+
+
+def test_any_of_the_end_tokens_ends_a_row(base: BaseModel) -> None:
+    request = Request([5, 6, 7], 20, 0.0, 0)
+    (whole,) = TorchWriter(base, ()).complete([request])
+    end = whole[4]
+    (cut,) = TorchWriter(base, (END, end)).complete([request])
+    assert cut == whole[: whole.index(end) + 1]
+
+
+def test_end_tokens_are_those_of_the_generation_config_too(model: Path, tmp_path: Path) -> None:
+    """As in Phi-3 and Gemma: the tokenizer's own end token is that of documents."""
+    assert read_end_token_ids(model) == {END}
+    folder = shutil.copytree(model, tmp_path / "model")
+    GenerationConfig(eos_token_id=[5, 7]).save_pretrained(folder)
+    assert read_end_token_ids(folder) == {END, 5, 7}
 
 
 def test_the_fastest_dtype_of_a_cpu_is_one_of_two() -> None:
@@ -144,6 +164,13 @@ def test_greedy_and_sampled_answers_are_mixed_as_asked(tmp_path: Path) -> None:
     kinds = Counter(request.temperature == 0 for request in writer.requests)
     assert kinds == {True: 20, False: 20}  # one of each
     assert len({request.seed for request in writer.requests}) == 40
+    for share, greedy in ((0.0, 0), (0.9, 20)):  # never the same greedy answer twice
+        writer = ScriptedWriter()
+        options = SynthOptions(tokens=10**6, answers=4, greedy_share=share)
+        out = tmp_path / f"four {share}.jsonl"
+        list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts[:20]))
+        assert Counter(r.temperature == 0 for r in writer.requests)[True] == greedy
+        assert len(writer.requests) == 80
 
 
 def test_an_answer_that_was_cut_off_is_not_complete_and_an_empty_one_is_left_out(
@@ -152,6 +179,11 @@ def test_an_answer_that_was_cut_off_is_not_complete_and_an_empty_one_is_left_out
     class Cut(ScriptedWriter):
         def complete(self, requests: Sequence[Request]) -> list[list[int]]:
             return [self.tokenizer("abc").input_ids, [END]]
+
+        def __init__(self) -> None:
+            super().__init__()
+            decode = self.tokenizer.decode  # a token that holds a part of a character only
+            self.tokenizer.decode = lambda ids: decode(ids) + "\ufffd" * bool(ids)
 
     writer, out = Cut(), tmp_path / "text.jsonl"
     options = SynthOptions(tokens=100)
@@ -164,8 +196,20 @@ def test_prompts_that_are_too_long_are_left_out(tmp_path: Path) -> None:
     writer, out = ScriptedWriter(), tmp_path / "text.jsonl"
     options = SynthOptions(tokens=100, max_prompt_tokens=10)
     prompts = [turn("x" * 10), turn("y" * 11)]
-    list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts))
+    steps = list(synthesize(out, writer, writer.tokenizer, options, prompts=prompts))
     assert [row["messages"][0]["content"] for row in lines(out)] == ["x" * 10]
+    assert steps[-1].too_long == 1
+
+
+def test_prompt_and_answer_keep_to_the_context(tmp_path: Path) -> None:
+    writer, out = ScriptedWriter(), tmp_path / "text.jsonl"
+    writer.context_length = 15
+    options = SynthOptions(tokens=100, max_prompt_tokens=50, max_answer_tokens=8)
+    prompts = [turn("x" * n) for n in (2, 10, 11, 12)]  # and 5 characters of the template
+    prompts.append([{"role": "system", "content": "s" * 20}, *turn("x")])
+    *_, last = synthesize(out, writer, writer.tokenizer, options, prompts=prompts)
+    assert [(len(r.ids), r.max_new_tokens) for r in writer.requests] == [(5, 8), (13, 2), (14, 1)]
+    assert last.too_long == 2
 
 
 def test_without_prompts_the_model_invents_them(tmp_path: Path) -> None:
@@ -216,6 +260,21 @@ def test_a_run_goes_on_where_it_was_killed(tmp_path: Path) -> None:
     assert again.requests == []
 
 
+def test_a_run_goes_on_with_lines_of_any_text(tmp_path: Path) -> None:
+    """Unicode's line ends are no line ends; a byte order mark, empty lines and a missing last line end
+    do no harm."""
+    out = tmp_path / "text.jsonl"
+    row = {"messages": [*turn("a\u2028b"), {"role": "assistant", "content": "c\x85d"}], "tokens": 3}
+    text = json.dumps(row, ensure_ascii=False)
+    other = text.replace("c\x85", "e")
+    out.write_bytes(f"\ufeff{text}\r\n\r\n{other}".encode())
+    writer = ScriptedWriter(["ff"])
+    options = SynthOptions(tokens=9)
+    steps = list(synthesize(out, writer, writer.tokenizer, options, prompts=[turn("g")]))
+    assert [(step.rows, step.tokens) for step in steps] == [(2, 6), (3, 9)]
+    assert out.read_bytes().count(b"\n") == 4
+
+
 def test_a_full_file_needs_no_model(tmp_path: Path) -> None:
     out = tmp_path / "text.jsonl"
     writer = ScriptedWriter(["abcdef"])
@@ -226,8 +285,13 @@ def test_a_full_file_needs_no_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["hello\n", '{"text": "raw"}\n', '{"messages": []}\n', '{"messages": [{"role": 1}]}\n'],
-)
+    [
+        "hello\n", '{"text": "raw"}\n', '{"messages": []}\n', '{"messages": [{"role": 1}]}\n',
+        "hello", '{"text": "raw"}', '{"a": [1',
+        '{"messages": [{"content": null}, {"role": "assistant", "content": "a"}], "tokens": 1}\n',
+        '{"messages": [{"content": "\\ud800"}, {"role": "assistant", "content": "a"}], "tokens": 1}',
+    ],
+)  # fmt: skip
 def test_a_file_of_something_else_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     out = tmp_path / "text.jsonl"
     out.write_text(content)
@@ -262,7 +326,7 @@ def test_the_command_writes_text_and_says_where_it_stands(model: Path, tmp_path:
     assert sum(row["tokens"] for row in rows) >= 60
     assert "min left" in result.stderr and f"{len(rows)} answers" in result.stderr
     result = run(model, out, "--prompts", prompts, "--tokens", "10000")
-    assert "going on" in result.stderr and "used up" in result.stderr
+    assert "answer tokens" in result.stderr and "used up" in result.stderr
     assert len(lines(out)) == 9
 
 
@@ -274,6 +338,12 @@ def test_the_command_writes_text_and_says_where_it_stands(model: Path, tmp_path:
         (("--tokens", "9", "--temperature", "0"), "temperature=0"),
         (("--tokens", "9", "--engine", "jax"), "Allowed: torch, vllm"),
         (("--tokens", "9", "--max-prompt-tokens", "2"), "max_prompt_tokens=2"),
+        (("--tokens", "9", "--max-prompt-tokens", "0"), "max_prompt_tokens=0"),
+        (
+            ("--tokens", "9", "--greedy-share", "1", "--answers", "2"),
+            "answers=2 with greedy_share=1",
+        ),
+        (("--tokens", "9", "--seed", "-1"), "seed=-1"),
         (("--tokens", "9", "--prompts", "nowhere.jsonl"), "no file 'nowhere.jsonl'"),
         (("--tokens", "9", "--batch-rows", "0"), "batch_rows=0"),
     ],
@@ -288,11 +358,26 @@ def test_a_users_mistake_is_named(
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_works(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for out in (tmp_path, tmp_path / "no" / "folder.jsonl"):
+    monkeypatch.setattr("multirate.cli.synth._writer", None)
+    for out in (tmp_path, tmp_path / "no" / "folder.jsonl", Path("/dev/full")):
         result = run(model, out, "--tokens", "9")
         assert isinstance(result.exception, MultirateError), result.output
+
+
+def test_nothing_written_is_said(model: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "text.jsonl"
+    prompts.write_text(json.dumps({"prompt": "x" * 30}))
+    result = run(model, out, "--tokens", "9", "--prompts", prompts, "--max-prompt-tokens", "20")
+    assert "0 answers" in result.stderr and "1 prompts that were too long" in result.stderr
+
+
+def test_a_template_without_a_user_header_cannot_invent(tmp_path: Path) -> None:
+    writer = ScriptedWriter()
+    writer.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(MultirateError, match="nothing before a user's turn"):
+        list(synthesize(tmp_path / "a", writer, writer.tokenizer, SynthOptions(tokens=9)))
 
 
 def test_a_model_without_chat_template_is_refused(tmp_path: Path) -> None:
@@ -325,7 +410,7 @@ def test_vllm_is_asked_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fake = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    writer = VllmWriter("a-model", END, dtype="float32", seed=5)
+    writer = VllmWriter("a-model", {END}, context_length=64, dtype="float32", seed=5)
     assert writer.complete([Request([3], 9, 0.0, 1), Request([4], 8, 0.7, 2)]) == [
         [7, 8, 3],
         [7, 8, 4],
@@ -341,11 +426,11 @@ def test_vllm_is_asked_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_vllm_that_is_missing_or_fails_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MultirateError, match="not installed"):
-        VllmWriter("a-model", END)
+        VllmWriter("a-model", {END}, context_length=64)
 
     def broken(**_: Any) -> None:
         raise RuntimeError("no kernel for this CPU")
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=broken))
     with pytest.raises(MultirateError, match="no kernel for this CPU"):
-        VllmWriter("a-model", END)
+        VllmWriter("a-model", {END}, context_length=64)

