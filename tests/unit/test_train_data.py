@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from test_cli import tokenizer
+from tokenizers import AddedToken
 from training import text_rows
+from transformers import AutoTokenizer
 
 from multirate.config.errors import MultirateError
 from multirate.train.batches import (
@@ -83,6 +85,27 @@ def test_a_cut_answer_does_not_teach_to_stop(tmp_path: Path) -> None:
     assert learned(row) == ["yo|", "so"]
 
 
+def test_a_turn_may_end_with_a_token_that_has_no_role(tmp_path: Path) -> None:
+    """As in Phi-3 and Gemma: the tokenizer's own end token is that of documents."""
+    found = chat_tokenizer()
+    found.add_tokens([AddedToken("<end>", special=True)])
+    found.chat_template = CHATML.replace("|~", "<end>~")
+    found.save_pretrained(tmp_path / "saved")
+    found = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    (row,) = read_rows(jsonl(tmp_path / "a.jsonl", chat("hi", "yo", "and", "so")), found)
+    assert [found.decode(row.ids[a:b]) for a, b in row.spans] == ["yo<end>", "so<end>"]
+
+
+def test_a_template_that_refuses_messages(tmp_path: Path) -> None:
+    found, path = chat_tokenizer(), jsonl(tmp_path / "a.jsonl", chat("hi", "yo"))
+    found.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(MultirateError, match=r"row 1: .*roles must alternate"):
+        read_rows(path, found)
+    found.chat_template = None
+    with pytest.raises(MultirateError, match=r"row 1: .*no chat template; give 'prompt' and"):
+        read_rows(path, found)
+
+
 def test_a_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
     """What the model did not see when it wrote is not in the row; only the last answer remains."""
     found = chat_tokenizer()
@@ -102,15 +125,16 @@ def test_long_rows(tmp_path: Path) -> None:
     assert [learned(row) for row in rows] == [["efgh"], ["m" * 7], ["m" * 7], ["m" * 3]]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.txt", "a.md"])
-def test_kinds_of_files(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("name", ["a.jsonl", "A.JSONL", "a.jsonl.gz", "a.json", "a.txt", "a.md"])
+def test_kinds_of_files(tmp_path: Path, name: str, mark: bytes) -> None:
     values = [{"text": "abcdefgh"}, {"text": "ijklmnop"}]
     content = json.dumps(values)
-    if ".jsonl" in name:
-        content = "\n\n".join(json.dumps(value) for value in values)
+    if ".jsonl" in name.lower():
+        content = "\r\n\r\n".join(json.dumps(value) for value in values)
     elif name in ("a.txt", "a.md"):
         content = "abcdefghijklmnop"
-    data = content.encode()
+    data = mark + content.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     rows = read_rows(tmp_path / name, TOKENIZER, max_length=8)
     assert [decoded(row) for row in rows] == ["abcdefgh", "ijklmnop"]
@@ -118,7 +142,7 @@ def test_kinds_of_files(tmp_path: Path, name: str) -> None:
 
 def test_long_plain_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("multirate.train.data._TEXT_CHUNK", 10)
-    lines = [f"line {i} " for i in range(30)]
+    lines = [f"line {i} " for i in range(29)]
     path = tmp_path / "a.txt"
     path.write_text("\n".join(lines))
     rows = read_rows(path, TOKENIZER, max_length=16)
@@ -129,6 +153,15 @@ def test_long_plain_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.M
 def test_max_tokens(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", *({"text": "abcdefgh"} for _ in range(10)))
     assert len(read_rows(path, TOKENIZER, max_tokens=20)) == 3
+    with pytest.raises(MultirateError, match="max_tokens=0"):
+        read_rows(path, TOKENIZER, max_tokens=0)
+
+
+def test_texts_without_a_position_to_train_are_left_out(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "abc"}, {"text": "abcd"})
+    assert [decoded(row) for row in read_rows(path, TOKENIZER)] == ["abcd"]
+    with pytest.raises(MultirateError, match=r"holds no usable text.*within 512 tokens"):
+        read_rows(jsonl(path, {"text": "abc"}), TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -141,11 +174,14 @@ def test_max_tokens(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": "a"}]}', "not the assistant's"),
         ('{"messages": [{"content": "a"}]}', "row 2: cannot be used"),
         ('{"prompt": 3, "completion": "a"}', "row 2: cannot be used"),
+        ('{"prompt": ["a", "b"], "completion": "a"}', "row 2: cannot be used"),
+        ('{"text": ["ab", "cd"]}', "row 2: .*is list, not a string"),
+        ('{"text": "a\\ud800"}', "row 2: .*surrogates not allowed"),
     ],
 )
 def test_rows_of_no_accepted_shape(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "abc"}\n' + line + "\n")
+    path.write_text('{"text": "abcd"}\n' + line + "\n")
     with pytest.raises(MultirateError, match=message):
         read_rows(path, TOKENIZER)
 

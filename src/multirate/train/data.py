@@ -21,7 +21,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
-from multirate.models.loading import require_chat_template
+from multirate.models.loading import render_chat, special_tokens
+from multirate.streams.fit import FIRST_POSITION
 
 LossOn = Literal["answers", "all"]
 Span = tuple[int, int]
@@ -73,7 +74,7 @@ def read_rows(
         tokenizer: the base model's.
         max_length: longer rows are cut (chats) or split (text), in tokens.
         loss_on: `answers` marks what the model wrote, `all` every token.
-        max_tokens: stop at about so many tokens.
+        max_tokens: stop at about so many tokens; None for all.
 
     Raises:
         MultirateError: no tokenizer, no such file or data set, a row of no accepted shape (its number
@@ -83,6 +84,8 @@ def read_rows(
         raise MultirateError(f"loss_on={loss_on!r} is not known. Allowed: answers, all.")
     if max_length < 8:
         raise MultirateError(f"max_length={max_length} must be at least 8.")
+    if max_tokens is not None and max_tokens < 1:
+        raise MultirateError(f"max_tokens={max_tokens} must be at least 1; leave it out for all.")
     if tokenizer is None:
         raise MultirateError(
             "This model has no tokenizer, so no text can be read for it. Add its tokenizer files "
@@ -93,14 +96,17 @@ def read_rows(
     for row in _read(source, tokenizer, max_length):
         if loss_on == "all":
             row = Row(row.ids, ((1, len(row)),))
-        if not row.spans or len(row) < 2:
+        if not row.spans or row.spans[-1][1] <= FIRST_POSITION + 1:  # nothing that can be learned
             continue
         rows.append(row)
         tokens += len(row)
         if max_tokens is not None and tokens >= max_tokens:
             break
     if not rows:
-        raise MultirateError(f"{source} holds no usable text.")
+        raise MultirateError(
+            f"{source} holds no usable text: no answer that begins within {max_length} tokens (the "
+            f"longest text; see --max-length), or nothing but texts of a word or two."
+        )
     return rows
 
 
@@ -118,16 +124,17 @@ def digest(rows: Iterable[Row]) -> str:
 
 def _read(source: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Iterator[Row]:
     path, name = Path(source), str(source)
+    ending = name.lower()
     values: Iterable[tuple[int, Any]]
     if not path.is_file():
         values = enumerate(_hub_values(name), 1)
-    elif name.endswith(".parquet"):
+    elif ending.endswith(".parquet"):
         with _reading(name):
             found = _datasets(name).load_dataset(
                 "parquet", data_files=name, split="train", streaming=True
             )
         values = enumerate(found, 1)
-    elif name.removesuffix(".gz").endswith((".jsonl", ".json")):
+    elif ending.removesuffix(".gz").endswith((".jsonl", ".json")):
         values = _json_values(path)
     else:
         yield from _raw_rows(path, tokenizer, max_length)
@@ -151,7 +158,7 @@ def _split(ids: Sequence[int], max_length: int) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[str]:
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8-sig") as file:  # -sig: without a byte order mark
             yield from file
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise MultirateError(f"Cannot read {path} as UTF-8 text: {error}") from None
@@ -175,7 +182,7 @@ def _raw_rows(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -
     text = ""
 
     def tokens() -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return _ids(text, tokenizer)
 
     for line in _lines(path):
         text += line
@@ -238,17 +245,29 @@ def _tokenised(
     """Tokens and spans of one row; spans None for raw text."""
     try:
         if "messages" in data:
-            require_chat_template(tokenizer)
+            if not tokenizer.chat_template:
+                raise ValueError(
+                    "this model has no chat template; give 'prompt' and 'completion', or 'text'"
+                )
             return _chat(data["messages"], tokenizer, complete=data.get("complete", True))
         if "prompt" in data and "completion" in data:
-            prompt = list(tokenizer(data["prompt"]).input_ids)
-            answer = list(tokenizer(data["completion"], add_special_tokens=False).input_ids)
+            prompt = _ids(data["prompt"], tokenizer, add_special_tokens=True)
+            answer = _ids(data["completion"], tokenizer)
             return prompt + answer, [(len(prompt), len(prompt) + len(answer))]
         if "text" in data:
-            return list(tokenizer(data["text"], verbose=False).input_ids), None
+            return _ids(data["text"], tokenizer, add_special_tokens=True), None
     except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
         raise MultirateError(f"{place}: cannot be used ({error}).") from None
     raise MultirateError(f"{place}: needs 'messages', 'prompt' and 'completion', or 'text'.")
+
+
+def _ids(
+    text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool = False
+) -> list[int]:
+    if not isinstance(text, str):  # a tokenizer takes a list for many texts
+        raise ValueError(f"a text is {type(text).__name__}, not a string")
+    text.encode()  # half a surrogate pair is an error that says so
+    return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
 
 def _chat(
@@ -263,13 +282,8 @@ def _chat(
 
     def rendered(count: int, *, prompt: bool) -> str:
         return str(
-            tokenizer.apply_chat_template(
-                list(messages[:count]), add_generation_prompt=prompt, tokenize=False
-            )
+            render_chat(tokenizer, messages[:count], add_generation_prompt=prompt, tokenize=False)
         )
-
-    def tokens(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[-1] != len(messages) - 1:
@@ -283,11 +297,11 @@ def _chat(
             # The template rewrites earlier turns (it drops their reasoning, say), so they are not
             # what the model saw when it wrote them: only what follows is learned.
             ids, spans, so_far = [], [], ""
-        ids += tokens(prompt[len(so_far) :])
+        ids += _ids(prompt[len(so_far) :], tokenizer)
         end = _end_of_turn(rendered(i + 1, prompt=False), prompt + content, tokenizer)
-        answer = tokens(content)
+        answer = _ids(content, tokenizer)
         if complete or i != answers[-1]:
-            answer += tokens(end)
+            answer += _ids(end, tokenizer)
         spans.append((len(ids), len(ids) + len(answer)))
         ids += answer
         so_far = prompt + content + end
@@ -298,7 +312,7 @@ def _end_of_turn(rendered: str, prompt_and_answer: str, tokenizer: PreTrainedTok
     """The special token that the template puts after an answer, as text."""
     if rendered.startswith(prompt_and_answer):
         rest = rendered[len(prompt_and_answer) :].lstrip()
-        special = [token for token in tokenizer.all_special_tokens if rest.startswith(token)]
+        special = [token for token in special_tokens(tokenizer) if rest.startswith(token)]
         if special:
-            return str(max(special, key=len))
+            return max(special, key=len)
     return str(tokenizer.eos_token or "")
