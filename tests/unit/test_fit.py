@@ -61,6 +61,12 @@ def test_reduced_rank_beats_plain_truncation_on_the_inputs() -> None:
     torch.testing.assert_close(error, dropped, rtol=1e-8, atol=0)
 
 
+def test_a_batch_of_rows_too_short_to_fit_adds_nothing() -> None:
+    stream = accelerator(BaseModel(tiny_model("llama")), "carry")
+    short = (torch.tensor([[3, 4], [5, 0]]), [2, 1])
+    assert fit_closed_form(stream, [*batches(0), short]) == 40 * (18 + 11)
+
+
 def test_carry_entry_is_the_least_squares_map() -> None:
     """No other linear map of the same inputs has a smaller error on the text it was fitted to."""
     base = BaseModel(tiny_model("llama"))

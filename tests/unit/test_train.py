@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import VOCABULARY
@@ -19,6 +20,7 @@ from multirate.train import loop
 from multirate.train.acceptance import mean_acceptance_length, measure_acceptance
 from multirate.train.batches import collate, split_rows
 from multirate.train.checkpoint import CHECKPOINT_FILE, LOG_FILE, training_folder
+from multirate.train.data import Row
 from multirate.train.losses import StreamLoss
 from multirate.train.memory import memory_advice
 from multirate.train.options import TrainingOptions
@@ -224,10 +226,18 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MultirateError, match="hold 6 texts, but 6 are kept back"):
         tiny_training(tmp_path / "out", rows=text_rows(count=6))
+    for ids, message in [
+        ([5, 6, 7, 8, 9, 10], "0 texts are left to train on and 20 to measure"),  # one prompt
+        ([5, 6, 7, 8, 9, VOCABULARY], f"token {VOCABULARY}, outside the model's vocabulary"),
+    ]:
+        rows = [Row(np.array(ids, dtype=np.int32), ((3, 6),))] * 20
+        with pytest.raises(MultirateError, match=message):
+            tiny_training(tmp_path / "out", rows=rows)
     for name, value in [
         ("epochs", -1), ("batch_tokens", 3), ("gradient_accumulation", 0), ("draft_steps", 0),
         ("step_decay", 2.0), ("clip", 0.0), ("ema_decay", 1.0), ("patience", -1),
         ("distillation_loss", "l2"), ("learning_rate", float("nan")), ("warmup_share", 1.5),
+        ("seed", -1),
     ]:  # fmt: skip
         with pytest.raises(MultirateError, match=f"{name}="):
             TrainingOptions(**{name: value})
@@ -260,6 +270,24 @@ def test_gradient_accumulation_changes_nothing_but_memory(tmp_path: Path) -> Non
     parts = tiny_training(tmp_path / "parts", epochs=1, gradient_accumulation=3)
     for name, tensor in one.state_dict().items():
         torch.testing.assert_close(parts.state_dict()[name], tensor, atol=2e-3, rtol=1e-2, msg=name)
+
+
+def test_a_rank_beyond_the_width_is_the_width(tmp_path: Path) -> None:
+    trained = tiny_training(tmp_path / "out", preset="paper", shape={"rank": 10**9}, epochs=0)
+    assert (
+        max(min(p.shape) for p in trained.parameters() if p.dim() == 2) == trained.base.hidden_size
+    )
+
+
+@pytest.mark.parametrize("taken", ["", LOG_FILE])
+def test_a_place_that_the_log_cannot_have(tmp_path: Path, taken: str) -> None:
+    folder = training_folder(tmp_path / "out")
+    if taken:
+        (folder / taken).mkdir(parents=True)
+    else:
+        folder.write_text("a file")
+    with pytest.raises(MultirateError, match=r"Cannot (use the folder|write the log) .*out\.train"):
+        tiny_training(tmp_path / "out")
 
 
 def test_shape_is_what_was_asked(tmp_path: Path) -> None:

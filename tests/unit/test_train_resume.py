@@ -159,9 +159,29 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         tiny_training(output, report=killed_at("step", 3), save_seconds=0)
     path = training_folder(output) / CHECKPOINT_FILE
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(MultirateError, match=f"{CHECKPOINT_FILE} cannot be read"):
-        tiny_training(output, resume=True)
+    good = path.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 4  # a number of some tensor
+    torch.save({"step": 3}, path)
+    for content in (good[:-200], flipped, b"", b"hello", path.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(MultirateError, match=f"{CHECKPOINT_FILE} cannot be read"):
+            tiny_training(output, resume=True)
+
+
+def test_two_trainings_of_one_output(tmp_path: Path) -> None:
+    """The second is refused, and the first goes on as if nothing had been."""
+    output, refused = tmp_path / "out", []
+
+    def report(event: str, values: dict[str, Any]) -> None:
+        if event == "step" and values["step"] == 3:
+            with pytest.raises(MultirateError, match="Another training of this output is running"):
+                tiny_training(output, resume=True)
+            refused.append(event)
+
+    trained = tiny_training(output, report=report, save_seconds=0)
+    assert refused and same(trained, tiny_training(tmp_path / "alone"))
+    assert [path.name for path in training_folder(output).iterdir()] == [LOG_FILE]
 
 
 @pytest.mark.slow

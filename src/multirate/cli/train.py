@@ -136,15 +136,20 @@ def train(
     from multirate.models.base import BaseModel
     from multirate.models.loading import batch_dtype, load_pretrained
     from multirate.train.data import read_rows
-    from multirate.train.trainer import train_accelerator
+    from multirate.train.trainer import open_output, train_accelerator
 
+    open_output(output, resume=resume, overwrite=overwrite)
     process = accelerate.PartialState(cpu=device == "cpu")
     device = device or str(process.device)
     console = Console(stderr=True, highlight=False, quiet=not process.is_main_process)
     loaded = load_pretrained(
         model, dtype=batch_dtype(device) if dtype == "auto" else dtype, device=device
     )
-    reading: dict[str, Any] = {"max_length": max_length, "loss_on": loss_on}
+    base = BaseModel(loaded.model)
+    # No longer than the model's own context.
+    reading: dict[str, Any] = {
+        "max_length": min(max_length, base.context_length), "loss_on": loss_on
+    }  # fmt: skip
     rows = [
         row
         for source in data
@@ -158,7 +163,7 @@ def train(
     report = _Report(console)
     try:
         train_accelerator(
-            BaseModel(loaded.model),
+            base,
             rows,
             output,
             heldout=heldout,

@@ -58,6 +58,7 @@ class LowRankMix(nn.Module):
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
+        rank = min(rank, size)
         self.A = nn.Parameter(torch.zeros(rank, size))
         self.G = nn.Parameter(torch.zeros(rank, size))
         self.B = nn.Parameter(torch.zeros(size, rank))

@@ -105,9 +105,11 @@ def slow_states(
 def _positions(x: Tensor, lengths: Sequence[int], shift: int = 0) -> Tensor:
     """Rows `[B, n, D]` to the `[T, D]` positions that are fitted, or those `shift` before them."""
     return torch.cat(
-        [row[FIRST_POSITION - shift : length - shift] for row, length in zip(x, lengths, strict=True)
-         if length > FIRST_POSITION]
-    )  # fmt: skip
+        [
+            row[FIRST_POSITION - shift : length - shift]
+            for row, length in zip(x, lengths, strict=True)
+        ]
+    )
 
 
 @torch.no_grad()

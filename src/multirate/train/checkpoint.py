@@ -7,21 +7,57 @@ nothing but the accelerator. A finished training removes it; its log stays.
 from __future__ import annotations
 
 import os
-import pickle
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from multirate.config.errors import MultirateError
 
 CHECKPOINT_FILE = "checkpoint.pt"
 LOG_FILE = "train.jsonl"
+LOCK_FILE = "lock"
+# What `TrainingRun` puts into every checkpoint.
+_KEYS = {"settings", "step", "bad", "best", "best_weights", "weights", "optimizer", "log_bytes"}
 
 
 def training_folder(output: Path) -> Path:
     """Where the training of the accelerator at `output` keeps its checkpoint and log."""
-    return output.with_name(f"{output.name}.train")
+    return output.parent / f"{output.name}.train"
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold a training's folder, made if it is not there, against a second training of the same output.
+
+    The system frees it when the process ends, however that ends.
+
+    Raises:
+        MultirateError: another training holds it, or it cannot be made.
+    """
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise MultirateError(
+            f"Another training of this output is running (it holds {lock.lock_file}). Wait for its "
+            f"end, or choose another --output."
+        ) from None
+    except OSError as error:
+        raise MultirateError(
+            f"Cannot use the folder {folder}: {error.strerror or error}. The training keeps its "
+            f"checkpoint and log there; choose another --output."
+        ) from None
+    try:
+        yield
+    finally:
+        (folder / LOCK_FILE).unlink(missing_ok=True)
+        lock.release()
 
 
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:
@@ -65,8 +101,14 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged} is damaged")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        if not isinstance(state, dict) or not state.keys() >= _KEYS:
+            raise ValueError("it is no checkpoint of this version")
+    except Exception as error:  # a damaged pickle may raise anything
         raise MultirateError(
             f"The checkpoint {path} cannot be read: {error}. Remove it to start from the beginning."
         ) from None

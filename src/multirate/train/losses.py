@@ -128,10 +128,8 @@ class StreamLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Loss of one draft step, and the stream's own probability of the next token `[B, m]`."""
         options = self.options
-        weight = torch.ones((), device=used.device)
-        if reach is not None:
-            weight = reach[used]
-            weight = weight * (len(weight) / weight.sum().clamp(min=1e-6))
+        # Not normalised: a step that is seldom reached counts for little, and shares of a batch add up.
+        weight = torch.ones((), device=used.device) if reach is None else reach[used]
         scale = 1 / max(1, count)
         logits = self.accelerator.draft_logits(drafted.exit[used]).float()
         probs = targets.probs

@@ -91,6 +91,7 @@ class TrainingOptions:
             ("eval_steps", 0, math.inf),
             ("patience", 0, math.inf),
             ("save_seconds", 0, math.inf),
+            ("seed", 0, 2**63 - 1),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

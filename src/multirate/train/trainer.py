@@ -7,7 +7,9 @@ checkpoint beside it; when checkpoints are written does not influence the result
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from multirate.streams.folder import (
 )
 from multirate.train import batches as batching
 from multirate.train.checkpoint import (
+    exclusive,
     read_checkpoint,
     remove_checkpoint,
     require_same,
@@ -35,6 +38,28 @@ from multirate.train.loop import Report, TrainingRun
 from multirate.train.memory import memory_advice
 from multirate.train.options import TrainingOptions
 from multirate.train.processes import Processes
+
+
+def open_output(
+    output: str | Path, *, resume: bool, overwrite: bool
+) -> tuple[Path, dict[str, Any] | None]:
+    """Where an accelerator will be saved, and the checkpoint to go on from, if any.
+
+    Raises:
+        MultirateError: as `train_accelerator` about its folder, before any work is done for it.
+    """
+    target = Path(os.path.expanduser(output)).resolve()
+    folder = training_folder(target)
+    state = read_checkpoint(folder)
+    if state is not None and not resume:
+        raise MultirateError(
+            f"{folder} holds an unfinished training (step {state['step']}). Go on with --resume "
+            f"(resume=True), or remove that folder to start from the beginning."
+        )
+    if state is None:
+        require_free(target, overwrite=overwrite)
+        require_writable(target)
+    return target, state
 
 
 def train_accelerator(
@@ -89,21 +114,19 @@ def train_accelerator(
 
     Raises:
         MultirateError: too little text, a setting that is not allowed, a folder that cannot be
-            written, an unfinished training that is not to be resumed or was another one, memory that
-            does not suffice, or a loss that is not finite. Nothing saved so far is lost.
+            written or that another training is using, an unfinished training that is not to be resumed
+            or was another one, memory that does not suffice, or a loss that is not finite. Nothing
+            saved so far is lost.
     """
     options = options or TrainingOptions()
-    target = Path(output).expanduser().resolve()
+    target, state = open_output(output, resume=resume, overwrite=overwrite)
     folder = training_folder(target)
-    state = read_checkpoint(folder)
-    if state is not None and not resume:
+    worst = max((int(row.ids.max()) for row in (*rows, *(heldout or ()))), default=0)
+    if worst >= base.vocab_size:
         raise MultirateError(
-            f"{folder} holds an unfinished training (step {state['step']}). Go on with --resume "
-            f"(resume=True), or remove that folder to start from the beginning."
+            f"The text holds token {worst}, outside the model's vocabulary of {base.vocab_size}: its "
+            f"tokenizer belongs to another model. Copy the tokenizer files of this one to its folder."
         )
-    if state is None:
-        require_free(target, overwrite=overwrite)
-        require_writable(target)
     if heldout is None:
         if len(rows) <= options.heldout_rows:
             raise MultirateError(
@@ -111,6 +134,11 @@ def train_accelerator(
                 f"acceptance. Give more text, or keep fewer back with --heldout-rows."
             )
         heldout, rows = batching.split_rows(rows, heldout=options.heldout_rows, seed=options.seed)
+    if not rows or not heldout:
+        raise MultirateError(
+            f"{len(rows)} texts are left to train on and {len(heldout)} to measure acceptance on; "
+            f"answers to one prompt stay together. Give text with more prompts, or --heldout-data."
+        )
     base.model.requires_grad_(False)  # no gradient is computed for a frozen weight
     torch.manual_seed(options.seed)
     accelerator = Accelerator.from_preset(
@@ -147,7 +175,9 @@ def train_accelerator(
         report=report if processes.main else lambda event, values: None,
     )
     if teacher_cache is not None:
-        training.use_cache(Path(teacher_cache).expanduser(), max_bytes=teacher_cache_gb * 1e9)
+        training.use_cache(
+            Path(os.path.expanduser(teacher_cache)), max_bytes=teacher_cache_gb * 1e9
+        )
 
     def save(replacing: bool) -> None:
         if processes.main:
@@ -157,11 +187,11 @@ def train_accelerator(
             training.report("saved", {"path": str(target)})
         processes.wait()
 
-    with memory_advice(options):
+    with exclusive(folder) if processes.main else nullcontext(), memory_advice(options):
         try:
             training.run(state, save=save, overwrite=overwrite)
         finally:
             training.close()
-    if processes.main:
-        remove_checkpoint(folder)
+        if processes.main:
+            remove_checkpoint(folder)
     return training.best_accelerator()
