@@ -610,10 +610,18 @@ def test_train_saves_an_accelerator_that_generate_uses(
     assert json.loads(used.out)["strategy"] == "speculative"
 
 
+def test_train_keeps_to_the_context_of_the_model(cli: Cli, model: Path, tmp_path: Path) -> None:
+    text, options = tmp_path / "text.txt", ("--heldout-rows", "1", "--epochs", "0")
+    text.write_text("abcd" * MAX_POSITIONS)
+    found = cli("train", model, "--data", text, "--output", tmp_path / "out", *options, *FAST)
+    assert found.code == 0 and "4 texts" in found.err, found.err
+
+
 @pytest.mark.parametrize("place", ["below a file", "/proc"])
 def test_train_into_a_folder_that_cannot_be_written(
-    cli: Cli, model: Path, text: Path, place: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, place: str
 ) -> None:
+    monkeypatch.setattr("multirate.models.loading.load_pretrained", None)  # refused before it loads
     parent = Path("/proc/multirate") if place == "/proc" else text
     found = cli(*train_arguments(model, text, parent / "accelerator"))
     assert (found.code, found.out) == (2, "")

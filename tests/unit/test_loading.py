@@ -28,6 +28,7 @@ from multirate.models.embedded import embedded_gguf
 from multirate.models.loading import (
     config_fingerprint,
     load_pretrained,
+    render_chat,
     require_chat_template,
 )
 
@@ -346,3 +347,10 @@ class TestConfigFingerprint:
     def test_sees_each_gemma_change(self, change: dict[str, object]) -> None:
         changed = config_fingerprint(Gemma3TextConfig(**change))
         assert changed != config_fingerprint(Gemma3TextConfig())
+
+
+def test_a_chat_template_may_refuse() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
+    with pytest.raises(MultirateError, match="refuses the messages: no system turn"):
+        render_chat(tokenizer, [{"role": "system", "content": "a"}])

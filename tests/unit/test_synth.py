@@ -275,6 +275,20 @@ def test_a_run_goes_on_with_lines_of_any_text(tmp_path: Path) -> None:
     assert out.read_bytes().count(b"\n") == 4
 
 
+def test_two_runs_of_one_file(tmp_path: Path) -> None:
+    """The second would take a line that is being written for one that a kill cut short."""
+    out, writer = tmp_path / "text.jsonl", ScriptedWriter()
+    options = SynthOptions(tokens=9)
+    first = synthesize(out, writer, writer.tokenizer, options, prompts=[turn("a")])
+    next(first)
+    with pytest.raises(MultirateError, match=r"Another run is writing .*text\.jsonl"):
+        list(synthesize(out, writer, writer.tokenizer, options, prompts=[turn("b")]))
+    list(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]
+    list(synthesize(out, writer, writer.tokenizer, options, prompts=[turn("b")]))
+    assert len(lines(out)) == 2
+
+
 def test_a_full_file_needs_no_model(tmp_path: Path) -> None:
     out = tmp_path / "text.jsonl"
     writer = ScriptedWriter(["abcdef"])

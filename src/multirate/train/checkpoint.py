@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from multirate.config.errors import MultirateError
 
@@ -28,36 +25,6 @@ _KEYS = {"settings", "step", "bad", "best", "best_weights", "weights", "optimize
 def training_folder(output: Path) -> Path:
     """Where the training of the accelerator at `output` keeps its checkpoint and log."""
     return output.parent / f"{output.name}.train"
-
-
-@contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold a training's folder, made if it is not there, against a second training of the same output.
-
-    The system frees it when the process ends, however that ends.
-
-    Raises:
-        MultirateError: another training holds it, or it cannot be made.
-    """
-    lock = FileLock(folder / LOCK_FILE, timeout=0)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise MultirateError(
-            f"Another training of this output is running (it holds {lock.lock_file}). Wait for its "
-            f"end, or choose another --output."
-        ) from None
-    except OSError as error:
-        raise MultirateError(
-            f"Cannot use the folder {folder}: {error.strerror or error}. The training keeps its "
-            f"checkpoint and log there; choose another --output."
-        ) from None
-    try:
-        yield
-    finally:
-        (folder / LOCK_FILE).unlink(missing_ok=True)
-        lock.release()
 
 
 def write_checkpoint(folder: Path, state: dict[str, Any]) -> None:

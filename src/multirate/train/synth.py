@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
 from multirate.models.loading import render_chat, special_tokens
+from multirate.train.lock import exclusive
 from multirate.train.writers import Request, Writer
 
 Messages = list[dict[str, str]]
@@ -116,19 +117,29 @@ def synthesize(
         prompts: conversations that end with a user's turn; None lets the model invent user turns.
 
     Yields:
-        SynthProgress: the first before anything is written, then one a batch. It ends when the file
-        holds `options.tokens` answer tokens, when the prompts are used up, or when the model
-        invents nothing new.
+        SynthProgress: the first before anything is written, one a batch, and one at an early end: when
+            the prompts are used up, or the model invents nothing new, before the file holds
+            `options.tokens` answer tokens.
 
     Raises:
-        MultirateError: no chat template, a file that holds something else, or one that cannot be
-            written.
+        MultirateError: no chat template, a file that holds something else, one that cannot be written,
+            or one that another run is writing.
     """
     require_chat(tokenizer, writer.ends)
     require_output(output)
+    with exclusive(output.with_name(f"{output.name}.lock"), output=output):
+        yield from _synthesize(output, writer, tokenizer, options, prompts)
+
+
+def _synthesize(
+    output: Path,
+    writer: Writer,
+    tokenizer: PreTrainedTokenizerBase,
+    options: SynthOptions,
+    prompts: Sequence[Messages] | None,
+) -> Iterator[SynthProgress]:
     memory = _Memory.read(output, tokenizer)
-    progress = SynthProgress(memory.tokens, 0, memory.rows, 0)
-    yield progress
+    yield SynthProgress(memory.tokens, 0, memory.rows, 0)
     source, window = iter(prompts or ()), _WINDOW
     if prompts is None:  # invented turns are all short, and waiting for more of them loses more
         source, window = _invent(writer, tokenizer, options, memory), 1

@@ -27,13 +27,14 @@ from multirate.streams.folder import (
 )
 from multirate.train import batches as batching
 from multirate.train.checkpoint import (
-    exclusive,
+    LOCK_FILE,
     read_checkpoint,
     remove_checkpoint,
     require_same,
     training_folder,
 )
 from multirate.train.data import Row, digest
+from multirate.train.lock import exclusive
 from multirate.train.loop import Report, TrainingRun
 from multirate.train.memory import memory_advice
 from multirate.train.options import TrainingOptions
@@ -187,7 +188,8 @@ def train_accelerator(
             training.report("saved", {"path": str(target)})
         processes.wait()
 
-    with exclusive(folder) if processes.main else nullcontext(), memory_advice(options):
+    alone = exclusive(folder / LOCK_FILE, output=target) if processes.main else nullcontext()
+    with alone, memory_advice(options):
         try:
             training.run(state, save=save, overwrite=overwrite)
         finally:
