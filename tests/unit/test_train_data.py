@@ -190,9 +190,13 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "b.jsonl.gz").write_bytes(b"no gzip")
     (tmp_path / "c.jsonl").write_text("")
+    damaged = bytearray(gzip.compress(b'{"text": "abcdefgh"}' * 99))
+    damaged[20:24] = b"\xff" * 4
+    (tmp_path / "e.jsonl.gz").write_bytes(damaged)
     for name, message in [
         ("a.txt", "as UTF-8 text"),
         ("b.jsonl.gz", "as UTF-8 text"),
+        ("e.jsonl.gz", "as UTF-8 text"),
         ("c.jsonl", "no usable text"),
         ("d.jsonl", "No such data file"),
     ]:

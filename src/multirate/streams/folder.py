@@ -78,7 +78,7 @@ def save_accelerator(
         MultirateError: the path is taken or cannot be written, or the weights are not finite. What
             was there before is there still.
     """
-    target = Path(path).expanduser().resolve()  # the folder is replaced, not a link to it
+    target = Path(os.path.expanduser(path)).resolve()  # the folder is replaced, not a link to it
     try:
         require_free(target, overwrite=overwrite)
         contents = _contents(

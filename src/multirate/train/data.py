@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         with opener(path, "rt", encoding="utf-8-sig") as file:  # -sig: without a byte order mark
             yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise MultirateError(f"Cannot read {path} as UTF-8 text: {error}") from None
 
 
