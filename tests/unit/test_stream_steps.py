@@ -14,7 +14,11 @@ from multirate.decode.loop import prefill
 from multirate.models.base import BaseModel
 from multirate.streams import accelerator as accelerator_module
 from multirate.streams.accelerator import Accelerator, Carried
-from multirate.train.acceptance import mean_acceptance_length, measure_acceptance
+from multirate.train.acceptance import (
+    count_accepted,
+    mean_acceptance_length,
+    measure_acceptance,
+)
 from multirate.train.batches import Batch, collate
 from multirate.train.data import Row
 from multirate.train.losses import StreamLoss
@@ -87,7 +91,9 @@ def test_acceptance_of_a_perfect_and_a_useless_drafter() -> None:
     base = BaseModel(tiny_model("llama"))
     stream = accelerator(base, "carry", draft_vocab_size=VOCABULARY)
     stream.set_draft_ids(torch.arange(VOCABULARY))
-    text = [collate(text_rows(seed=3, count=6))]
+    prompts = torch.randint(3, VOCABULARY, (6, 4), generator=torch.Generator().manual_seed(3))
+    greedy = base.model.generate(prompts, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    text = [collate([Row(ids.numpy().astype(np.int32), ((4, 13),)) for ids in greedy])]
     useless = measure_acceptance(stream, text, 2)
     assert useless[0] < 0.3
 
@@ -96,6 +102,16 @@ def test_acceptance_of_a_perfect_and_a_useless_drafter() -> None:
             yield Drafted(step, teacher.at(base.num_layers), [])
 
     assert measure_acceptance(stream, text, 2, unroll=perfect) == (1.0, 1.0)
+
+    # Text that the model did not choose: a draft goes on only where the text is what was drafted.
+    ids = greedy.clone()
+    ids[:, 8] = (ids[:, 8] + 1) % VOCABULARY
+    sampled = collate([Row(row.numpy().astype(np.int32), ((4, 13),)) for row in ids])
+    best = base.model(ids).logits.argmax(-1)[:, 3:12]
+    goes_on = int((best == ids[:, 4:])[:, :-1].sum())
+    teacher = run_teacher(base, sampled, Needs.of(stream.config))
+    counts = count_accepted(stream, sampled, teacher, 2, unroll=perfect)
+    assert counts.tolist() == [[54, 54], [goes_on, goes_on]] and 0 < goes_on < 48
 
 
 def test_mean_acceptance_length() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from multirate.streams.accelerator import Accelerator
 from multirate.train.batches import Batch
 from multirate.train.teacher import Needs, TeacherStates, run_teacher
-from multirate.train.unroll import Drafted, following, unroll
+from multirate.train.unroll import Drafted, following, unroll, window_ids
 
 _AT_ONCE = 256  # positions whose logits over the whole vocabulary are held in memory
 
@@ -34,6 +34,7 @@ def count_accepted(
     model_choice = torch.zeros(used.shape, dtype=torch.long, device=used.device)
     final = teacher.at(base.num_layers)[used].to(base.dtype)
     model_choice[used] = torch.cat([base.head(h).argmax(-1) for h in final.split(_AT_ONCE)])
+    goes_on = model_choice == window_ids(batch, ahead=1)
     alive = used
     counts = []
     for drafted in unroll(accelerator, batch, teacher, draft_steps):
@@ -43,8 +44,9 @@ def count_accepted(
         right = torch.zeros_like(alive)
         right[alive] = choice == model_choice[alive]
         counts.append(torch.stack([alive.sum(), right.sum()]))
-        # The next step drafts from one position further on.
-        alive = following(right) & used
+        # The next step drafts from one position further on, where the text must be what was drafted:
+        # in sampled text the model's best token and the one that follows may differ.
+        alive = following(right & goes_on) & used
     return torch.stack(counts)
 
 

@@ -21,8 +21,8 @@ from multirate.streams.accelerator import Accelerator
 from multirate.train.acceptance import count_accepted
 from multirate.train.batches import Batch, drafted_positions
 from multirate.train.options import Distance, TrainingOptions
-from multirate.train.teacher import TeacherStates, window_positions
-from multirate.train.unroll import Drafted, following, unroll, unroll_interval
+from multirate.train.teacher import TeacherStates
+from multirate.train.unroll import Drafted, following, unroll, unroll_interval, window_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +161,7 @@ class StreamLoss(nn.Module):
         place = used.flatten().cumsum(0).view(used.shape) - 1
         column = None
         if self.options.reach_weighting:
-            at = window_positions(batch.starts, used.shape[1], used.device) + 1
-            column = batch.ids.gather(1, at.clamp(max=batch.ids.shape[1] - 1))
+            column = window_ids(batch, ahead=1)
             if accelerator.draft_ids is not None:
                 columns = torch.full((accelerator.config.vocab_size,), -1, device=used.device)
                 columns[accelerator.draft_ids] = torch.arange(

@@ -149,7 +149,7 @@ def _interval(
     return Drafted(step, end, pairs)
 
 
-def window_ids(batch: Batch) -> Tensor:
-    """Token ids at the windows' positions, `[B, m]`."""
-    at = window_positions(batch.starts, batch.trained.shape[1], batch.ids.device)
+def window_ids(batch: Batch, *, ahead: int = 0) -> Tensor:
+    """Token ids at the windows' positions, or so many positions ahead of them, `[B, m]`."""
+    at = window_positions(batch.starts, batch.trained.shape[1], batch.ids.device) + ahead
     return batch.ids.gather(1, at.clamp(max=batch.ids.shape[1] - 1))
