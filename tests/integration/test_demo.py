@@ -48,7 +48,7 @@ def test_an_accelerator_ships_for_the_embedded_model(engine: Engine) -> None:
     config = engine.accelerator.config
     assert config.base_model_name_or_path == EMBEDDED_NAME
     assert config.expected_acceptance
-    assert "multirate fit" in (folder / "README.md").read_text()
+    assert "multirate train" in (folder / "README.md").read_text()
 
 
 def test_float32_outputs_are_those_of_plain_decoding(engine: Engine) -> None:
