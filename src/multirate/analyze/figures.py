@@ -213,7 +213,7 @@ def _alignment(numbers: dict[str, Any], subtitle: str) -> Figure:
         axis.set_ylim(-0.04, 1.02)
         axis.set_xlim(left=0)
         axis.set_xticks(sorted({0, *numbers["exits"]}))
-    cosine.legend(loc="best", fontsize=9)
+    figure.legend(*cosine.get_legend_handles_labels(), loc="outside lower left", ncols=7)
     _bars(price, numbers["parameters"])
     return figure
 
