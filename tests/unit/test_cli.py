@@ -152,11 +152,27 @@ def test_the_option_set_is_frozen() -> None:
             "--ignore-eos", "--dtype", "--device", "--no-stream", *shared,
         ],
         "demo": ["--prompt", "--max-new-tokens", "--dtype", "--json"],
-        "fit": [
-            "model", "--data", "--output", "--preset", "--epochs", "--learning-rate",
-            "--batch-tokens", "--closed-form-tokens", "--draft-steps", "--draft-vocab-size",
-            "--rank", "--heldout-rows", "--max-length", "--seed", "--dtype", "--device",
-            "--overwrite",
+        "synth": [
+            "model", "output", "--tokens", "--prompts", "--answers", "--greedy-share",
+            "--temperature", "--batch-rows", "--max-answer-tokens",
+            "--max-prompt-tokens", "--seed", "--engine", "--dtype", "--device",
+        ],
+        "train": [
+            "model", "--data", "--output", "--preset", "--heldout-data", "--loss-on",
+            "--max-length", "--max-tokens", "--epochs", "--batch-tokens",
+            "--gradient-accumulation", "--learning-rate", "--warmup-share",
+            "--weight-decay", "--clip", "--ema-decay", "--draft-steps", "--step-decay",
+            "--reach-weighting", "--prediction-weight", "--distillation-weight",
+            "--distillation-loss", "--closed-form", "--closed-form-tokens",
+            "--heldout-rows", "--eval-steps", "--patience", "--draft-vocab-size",
+            "--rank", "--gates", "--carry-layers", "--seed", "--dtype", "--device",
+            "--save-seconds", "--resume", "--teacher-cache", "--teacher-cache-gb",
+            "--report-to", "--overwrite",
+        ],
+        "analyze": [
+            "model", "--output", "--accelerator", "--data", "--figures", "--tokens",
+            "--rank", "--epochs", "--max-length", "--seed", "--dtype", "--device",
+            "--overwrite", "--json",
         ],
         "info": ["model", *shared],
     }  # fmt: skip
@@ -194,7 +210,9 @@ def test_version(cli: Cli) -> None:
 def test_help_lists_the_commands(cli: Cli) -> None:
     found = cli("--help")
     assert found.code == 0
-    assert all(name in found.out for name in ("generate", "demo", "fit", "info"))
+    assert all(
+        name in found.out for name in ("generate", "demo", "synth", "train", "analyze", "info")
+    )
 
 
 @pytest.mark.parametrize(

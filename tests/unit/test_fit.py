@@ -85,11 +85,11 @@ def test_carry_entry_is_the_least_squares_map() -> None:
             inputs.append(torch.cat([*parts, torch.ones(length - 2, 1)], 1))
             targets.append(states[gate][row, now])
             ours.append(stream.entry(parts[0], parts[1:], own=False))
-    x, y = torch.cat(inputs).double(), torch.cat(targets).double()
+    x, y = torch.cat(inputs).detach().double(), torch.cat(targets).detach().double()
     best = torch.linalg.lstsq(x, y).solution
     optimum = (x @ best - y).square().mean()
     error = (torch.cat(ours).detach().double() - y).square().mean()
-    assert float(error) == pytest.approx(float(optimum), rel=1e-3)
+    assert error.item() == pytest.approx(optimum.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("gates", [(0, 2), (0, 1, 3), (1, 4)])
@@ -116,7 +116,7 @@ def test_lean_layers_approach_their_targets(gates: tuple[int, ...]) -> None:
         best = torch.linalg.lstsq(inputs, target).solution
         optimum = (inputs @ best - target).square().mean()
         error = (torch.cat(ours).detach().double() - target).square().mean()
-        assert float(error) == pytest.approx(float(optimum), rel=2e-2), interval
+        assert error.item() == pytest.approx(optimum.item(), rel=2e-2), interval
 
 
 def test_more_rank_is_never_worse_and_any_beats_a_raw_exit() -> None:
