@@ -138,6 +138,7 @@ def test_more_rank_is_never_worse_and_any_beats_a_raw_exit() -> None:
     raw = sum(
         float(
             (slow_states(base, ids, {0})[0][0] - slow_states(base, ids, ())[1])[0, 2:]
+            .detach()
             .square()
             .sum()
         )
