@@ -223,6 +223,7 @@ class Search:
             )
         return accelerator
 
+    @torch.no_grad()
     def fit(self, accelerator: Accelerator) -> None:
         """The closed form, from states that are computed once for all variants."""
 
