@@ -7,7 +7,6 @@ Shapes: B rows, n positions, T used positions, D hidden size, v answers' vocabul
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -22,6 +21,7 @@ from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel
 from multirate.streams.fit import Moments, fit_lean, ridge_solve
 from multirate.streams.layers import LeanLayer, TiedLayer
+from multirate.train.options import cosine_schedule
 
 RIDGE = 1e-3
 VOCABULARY_LIMIT = 4096
@@ -259,13 +259,9 @@ def _descend(
     generator = torch.Generator().manual_seed(training.seed)
     optimizer = torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=0.0)
     steps = training.epochs * len(batches)
-    warmup = max(1, round(_WARMUP * steps))
-
-    def rate(step: int) -> float:
-        done = max(0, step - warmup) / max(1, steps - warmup)
-        return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * done))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: cosine_schedule(step, steps, warmup_share=_WARMUP)
+    )
     for _ in range(training.epochs):
         for i in torch.randperm(len(batches), generator=generator).tolist():
             value = loss(batches[i])

@@ -68,11 +68,18 @@ def draw_categorical(weights: Tensor, *, generator: torch.Generator) -> LongTens
     Returns:
         LongTensor `[...]`. An index of weight 0 is never drawn: the CDF does not rise there.
     """
-    draws = uniform((*weights.shape[:-1], 1), generator=generator)
+    return pick_categorical(weights, uniform(weights.shape[:-1], generator=generator))
+
+
+def pick_categorical(weights: Tensor, draws: Tensor) -> LongTensor:
+    """The index per distribution `[..., V]` that uniform draws `[...]` in [0, 1) fall on.
+
+    The CDF is summed in the draws' dtype.
+    """
     cdf = weights.to(draws.dtype).cumsum(dim=-1)
     # right=True finds the first index whose CDF exceeds the draw. The draw stays below the total
     # because (1 - 2^-53) * total rounds below it; the clamp only guards NaN weights.
-    index = torch.searchsorted(cdf, draws * cdf[..., -1:], right=True)
+    index = torch.searchsorted(cdf, draws[..., None] * cdf[..., -1:], right=True)
     return index.squeeze(-1).clamp_(max=weights.shape[-1] - 1)  # type: ignore[return-value]
 
 

@@ -19,6 +19,13 @@ def _help(text: str) -> dict[str, str]:
     return {"help": text}
 
 
+def cosine_schedule(step: int, steps: int, *, warmup_share: float) -> float:
+    """Share of the peak learning rate at step `step` (from 0): linear warm-up, then a cosine to zero."""
+    warmup = max(1, round(warmup_share * steps))
+    done = max(0, step - warmup) / max(1, steps - warmup)
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
 @dataclass(frozen=True)
 class TrainingOptions:
     """How an accelerator is trained.
@@ -110,14 +117,7 @@ class TrainingOptions:
 
     def rate(self, step: int, steps: int) -> float:
         """Learning rate of step `step` (from 0) of `steps`: linear warm-up, then a cosine to zero."""
-        warmup = max(1, round(self.warmup_share * steps))
-        done = max(0, step - warmup) / max(1, steps - warmup)
-        return (
-            self.learning_rate
-            * min(1.0, (step + 1) / warmup)
-            * 0.5
-            * (1 + math.cos(math.pi * min(1.0, done)))
-        )
+        return self.learning_rate * cosine_schedule(step, steps, warmup_share=self.warmup_share)
 
     def binding(self) -> dict[str, Any]:
         """The settings that a resumed run must share."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from multirate.config.errors import MultirateError
 from multirate.decode.loop import prefill
+from multirate.decode.sampling import pick_categorical
 from multirate.models.base import BaseModel
 
 # Ended rows are dropped from the arena when this share of it is theirs: dropping copies the rest.
@@ -109,7 +110,9 @@ class _Rows:
         longest = max(r.max_new_tokens for r in requests)
         seeded = [torch.Generator().manual_seed(r.seed) for r in requests]
         draws = [torch.rand(longest, generator=generator) for generator in seeded]
-        self.draws = torch.stack(draws).to(device)
+        # Summed in float64, which MPS does not have.
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        self.draws = torch.stack(draws).to(device, wide)
         self.step = 0
 
     def push(self, logits: Tensor, ends: Collection[int]) -> Tensor:
@@ -119,11 +122,7 @@ class _Rows:
         if len(hot):
             heat = self.heat[self.alive][hot, None]
             probs = torch.softmax(logits[hot].float() / heat, dim=-1)
-            cdf = probs.cumsum(-1, dtype=torch.float64 if probs.device.type != "mps" else None)
-            draws = self.draws[self.alive, self.step][hot, None].to(cdf.dtype) * cdf[:, -1:]
-            tokens[hot] = torch.searchsorted(cdf, draws, right=True)[:, 0].clamp(
-                max=cdf.shape[1] - 1
-            )
+            tokens[hot] = pick_categorical(probs, self.draws[self.alive, self.step][hot])
         for row, token in zip(self.alive, tokens.tolist(), strict=True):
             if self.ended[row]:
                 continue
