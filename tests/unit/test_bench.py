@@ -19,12 +19,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from multirate.bench import files, speculative
-from multirate.bench.methods import METHODS, Entry, Method, Output
+from multirate.bench.methods import METHODS
+from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import PROMPT_SETS, read_prompts
 from multirate.bench.provenance import git_state, provenance, without_folders
+from multirate.bench.registry import Entry, Method, Output
 from multirate.bench.speculative import (
     Sample,
-    SpeculativeOptions,
     Spread,
     bench_speculative,
     run_interleaved,
@@ -299,7 +300,9 @@ def test_transformers_runs_greedily_whatever_the_models_own_settings(
         do_sample=True, temperature=0.3, top_k=3, repetition_penalty=9.0, max_length=5
     )
     own = engine.base.model.generation_config
-    plain, stock = (METHODS[name].make(engine, None) for name in ("plain", "transformers"))
+    plain, stock = (
+        METHODS[name].make(engine, SpeculativeOptions()) for name in ("plain", "transformers")
+    )
     with warnings.catch_warnings(action="error"):
         for ids in ([40, 41, 42], [50]):
             assert stock.run(ids, NEW) == plain.run(ids, NEW)
@@ -309,7 +312,9 @@ def test_transformers_runs_greedily_whatever_the_models_own_settings(
 
 def test_transformers_stops_where_plain_decoding_stops() -> None:
     engine = make_engine()
-    stock, plain = (METHODS[name].make(engine, None) for name in ("transformers", "plain"))
+    stock, plain = (
+        METHODS[name].make(engine, SpeculativeOptions()) for name in ("transformers", "plain")
+    )
     ids = [40, 41, 42]
     free = plain.run(ids, NEW).token_ids
     end = next(i for i in range(3, NEW) if free[i] not in free[:i])

@@ -6,73 +6,35 @@ All of them get the same token ids and decode greedily up to the same limits; al
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import GenerationConfig
 
+from multirate.bench.registry import Entry, Method, Output
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.engine import Engine
-from multirate.decode.results import GenerationResult, Speculation
+from multirate.decode.results import GenerationResult
 from multirate.models import hf
 
-Prepare = Callable[[Sequence[list[int]]], None]
+if TYPE_CHECKING:
+    from multirate.bench.options import SpeculativeOptions
 
 
-@dataclass(frozen=True)
-class Output:
-    """What a method made of one prompt.
-
-    Attributes:
-        token_ids: new tokens, an end-of-sequence token included.
-        speculation: None for a method that drafts nothing.
-    """
-
-    token_ids: list[int]
-    speculation: Speculation | None = None
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode, bound to a model.
-
-    Attributes:
-        run: takes a prompt's ids and the most new tokens.
-        prepare: called once with all prompts before anything is timed; what a method measures or
-            compiles belongs here.
-    """
-
-    run: Callable[[list[int], int], Output]
-    prepare: Prepare = lambda prompts: None
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A method's line in the registry.
-
-    Attributes:
-        make: takes the engine and the number of drafts a step (None: the method chooses).
-        needs_accelerator: whether the engine must have one.
-    """
-
-    make: Callable[[Engine, int | None], Method]
-    needs_accelerator: bool = False
-
-
-def _plain(engine: Engine, num_draft_tokens: int | None) -> Method:
+def _plain(engine: Engine, settings: SpeculativeOptions) -> Method:
     """Our engine without drafts: what every speedup is measured against."""
     options = GenerationOptions(strategy="plain")
     return Method(lambda ids, new: _output(engine.generate(ids, options, max_new_tokens=new)))
 
 
-def _multirate(engine: Engine, num_draft_tokens: int | None) -> Method:
+def _multirate(engine: Engine, settings: SpeculativeOptions) -> Method:
     """Our engine with the accelerator's drafts."""
-    options = draft_options(num_draft_tokens)
+    options = draft_options(settings.num_draft_tokens)
 
     def prepare(prompts: Sequence[list[int]]) -> None:
-        if num_draft_tokens is None:
+        if settings.num_draft_tokens is None:
             for ids in prompts:  # kept by the engine: one measurement for prompts of similar length
                 engine.step_costs(rows=1, context=len(ids), max_drafts=options.max_draft_tokens)
 
@@ -81,7 +43,7 @@ def _multirate(engine: Engine, num_draft_tokens: int | None) -> Method:
     )
 
 
-def _transformers(engine: Engine, num_draft_tokens: int | None) -> Method:
+def _transformers(engine: Engine, settings: SpeculativeOptions) -> Method:
     """The stock `model.generate` with its own default cache."""
     model, context = engine.base.model, engine.base.context_length
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from multirate.bench.methods import METHODS, Method, Output, draft_options, require_methods
+from multirate.bench.methods import METHODS
+from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import PromptSet
 from multirate.bench.provenance import provenance, without_folders
-from multirate.config.errors import MultirateError
-from multirate.config.generation import GenerationOptions
+from multirate.bench.registry import Method, Output
 from multirate.decode.compare import Comparison, compare_outputs, near_tie_tolerance
 from multirate.decode.costs import synchronizer
 from multirate.decode.engine import Engine
@@ -35,46 +35,6 @@ LOW, HIGH = 10, 90  # percentiles
 
 # Called with the number of timed runs that are done, and of all: first with 0, after the warm-up.
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class SpeculativeOptions:
-    """What is measured.
-
-    Attributes:
-        methods: names in `METHODS`.
-        max_new_tokens: most tokens a prompt; an end-of-sequence token may end it earlier.
-        num_draft_tokens: drafts a step; None for the number that the measured step costs suggest.
-
-    Raises:
-        MultirateError: an unknown method, or a number that is not allowed.
-    """
-
-    methods: tuple[str, ...] = ("plain", "transformers", "multirate")
-    max_new_tokens: int = 128
-    num_draft_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        require_methods(self.methods)
-        GenerationOptions(max_new_tokens=self.max_new_tokens)
-        draft_options(self.num_draft_tokens)
-
-    @property
-    def needs_accelerator(self) -> bool:
-        return any(METHODS[name].needs_accelerator for name in self.methods)
-
-    def require_accelerator(self, there: bool) -> None:
-        """Check that there is an accelerator if a method needs one.
-
-        Raises:
-            MultirateError: there is none.
-        """
-        if self.needs_accelerator and not there:
-            name = next(name for name in self.methods if METHODS[name].needs_accelerator)
-            raise MultirateError(
-                f"Method {name!r} needs an accelerator, and there is none for this model. Give one "
-                f"(--accelerator), make one with `multirate train`, or leave the method out (--methods)."
-            )
 
 
 @dataclass(frozen=True)
@@ -189,9 +149,7 @@ def bench_speculative(
     """
     options.require_accelerator(engine.accelerator is not None)
     ids = prompts.encode(engine)
-    methods = {
-        name: METHODS[name].make(engine, options.num_draft_tokens) for name in options.methods
-    }
+    methods = {name: METHODS[name].make(engine, options) for name in options.methods}
     for method in methods.values():
         method.prepare(ids)
         method.run(ids[0], min(WARM_UP_TOKENS, options.max_new_tokens))

@@ -78,8 +78,9 @@ def speculative(
     """Greedy decoding of the same prompts by several methods: speed, acceptance, agreement."""
     import multirate
     from multirate.bench.files import require_writable, write_whole
+    from multirate.bench.options import SpeculativeOptions
     from multirate.bench.prompts import read_prompts
-    from multirate.bench.speculative import SpeculativeOptions, bench_speculative
+    from multirate.bench.speculative import bench_speculative
 
     # Everything that can be refused is refused before anything slow starts.
     names = tuple(name.strip() for name in methods.split(",") if name.strip())

@@ -1,0 +1,55 @@
+"""What a decoding method is to a benchmark; the methods themselves are in `methods` and `outside`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from multirate.decode.engine import Engine
+from multirate.decode.results import Speculation
+
+if TYPE_CHECKING:
+    from multirate.bench.options import SpeculativeOptions
+
+Prepare = Callable[[Sequence[list[int]]], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a method made of one prompt.
+
+    Attributes:
+        token_ids: new tokens, an end-of-sequence token included.
+        speculation: None for a method that drafts nothing.
+    """
+
+    token_ids: list[int]
+    speculation: Speculation | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode, bound to a model.
+
+    Attributes:
+        run: takes a prompt's ids and the most new tokens.
+        prepare: called once with all prompts before anything is timed; what a method measures or
+            compiles belongs here.
+    """
+
+    run: Callable[[list[int], int], Output]
+    prepare: Prepare = lambda prompts: None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method's line in the registry.
+
+    Attributes:
+        make: takes the engine and what was asked for.
+        needs_accelerator: whether the engine must have one.
+    """
+
+    make: Callable[[Engine, SpeculativeOptions], Method]
+    needs_accelerator: bool = False
