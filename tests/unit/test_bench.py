@@ -26,11 +26,11 @@ from multirate.bench.provenance import git_state, provenance, without_folders
 from multirate.bench.registry import Entry, Method, Output
 from multirate.bench.speculative import (
     Sample,
-    Spread,
     bench_speculative,
     run_interleaved,
     summarise,
 )
+from multirate.bench.statistics import Spread, median_interval
 from multirate.cli.main import main
 from multirate.config.accelerator import AcceleratorConfig
 from multirate.config.errors import MultirateError
@@ -45,7 +45,7 @@ NEW = 12
 DRAFTS = 3
 TURNS = ("ABCDEF", "GHI", "2345678", "tuvwx")
 METHOD_KEYS = [
-    "tokens_per_second", "speedup_vs_plain", "mean_acceptance_length",
+    "tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci", "mean_acceptance_length",
     "per_position_acceptance_rate", "identical", "near_ties", "differences",
 ]  # fmt: skip
 
@@ -133,7 +133,7 @@ def test_the_json_has_exactly_the_stable_shape(engine: Engine, prompt_file: Path
         # In float32 all three give the same tokens.
         assert (method["identical"], method["near_ties"], method["differences"]) == (4, 0, 0), name
     plain, multirate = data["methods"]["plain"], data["methods"]["multirate"]
-    assert plain["speedup_vs_plain"] == 1.0
+    assert plain["speedup_vs_plain"] == 1.0 and plain["speedup_vs_plain_ci"] == [1.0, 1.0]
     assert plain["mean_acceptance_length"] is plain["per_position_acceptance_rate"] is None
     assert len(multirate["per_position_acceptance_rate"]) == DRAFTS
     assert data["provenance"]["dtype"] == "float32"
@@ -181,6 +181,7 @@ def test_speedup_is_the_median_of_the_paired_ratios() -> None:
     }
     summary = summarise(samples, {})["other"]
     assert summary.speedup_vs_plain == pytest.approx(2.0)
+    assert summary.speedup_vs_plain_ci == pytest.approx((0.5, 5.0))  # 7 of 27 draws have median 0.5
     assert summary.speedup_vs_transformers == pytest.approx(4.0)
     assert summary.tokens_per_second.median == pytest.approx(20.0)
 
@@ -188,6 +189,18 @@ def test_speedup_is_the_median_of_the_paired_ratios() -> None:
 def test_spread_is_from_the_10th_to_the_90th_percentile() -> None:
     assert Spread.of([float(i) for i in range(11)]) == Spread(median=5.0, low=1.0, high=9.0)
     assert Spread.of([3.0]) == Spread(median=3.0, low=3.0, high=3.0)
+
+
+def test_the_interval_is_that_of_the_median() -> None:
+    """Of 0..100 the median's standard error is about 1 / (2 f sqrt(n)) = 100 / (2 sqrt(101)) = 5."""
+    values = [float(i) for i in range(101)]
+    low, high = median_interval(values) or (0.0, 0.0)
+    assert 50 - 1.96 * 5 == pytest.approx(low, abs=2) and 50 + 1.96 * 5 == pytest.approx(
+        high, abs=2
+    )
+    assert median_interval(values) == (low, high)
+    assert median_interval([2.0, 2.0]) == (2.0, 2.0)
+    assert median_interval([2.0]) is median_interval([]) is None
 
 
 def test_prompts_are_sorted_by_how_they_agree() -> None:

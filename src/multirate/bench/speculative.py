@@ -5,7 +5,8 @@ minute of the machine hits all alike. Nothing else runs in between; outputs are 
 
 - tokens/s: new tokens over the wall clock of the whole call, prefill included; median over prompts,
   and from the 10th to the 90th percentile
-- speedup: median over prompts of the ratio of tokens/s to plain decoding's on the same prompt
+- speedup: median over prompts of the ratio of tokens/s to plain decoding's on the same prompt, and
+  the 95% bootstrap confidence interval of that median
 - acceptance: from the counts of all prompts together, in vLLM's terms
 - identical, near-ties, differences: prompts, by comparison of the new tokens with plain decoding's
 """
@@ -24,6 +25,7 @@ from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import PromptSet
 from multirate.bench.provenance import provenance, without_folders
 from multirate.bench.registry import Method, Output
+from multirate.bench.statistics import CONFIDENCE, HIGH, LOW, RESAMPLES, Spread, median_interval
 from multirate.decode.compare import Comparison, compare_outputs, near_tie_tolerance
 from multirate.decode.costs import synchronizer
 from multirate.decode.engine import Engine
@@ -31,7 +33,6 @@ from multirate.decode.loop import SpeculationCounts
 from multirate.decode.results import Speculation
 
 WARM_UP_TOKENS = 8
-LOW, HIGH = 10, 90  # percentiles
 
 # Called with the number of timed runs that are done, and of all: first with 0, after the warm-up.
 Progress = Callable[[int, int], None]
@@ -50,26 +51,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Over prompts: the median, and the 10th and 90th percentile (interpolated)."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        low, median, high = np.percentile(values, [LOW, 50, HIGH]).tolist()
-        return cls(median=median, low=low, high=high)
-
-
-@dataclass(frozen=True)
 class MethodSummary:
     """One method's numbers; None where there is nothing to tell.
 
     Attributes:
         tokens_per_second: of single prompts.
         speedup_vs_plain: None if `plain` was not measured.
+        speedup_vs_plain_ci: low and high; None for a single prompt too.
         speedup_vs_transformers: the same way; not part of the JSON.
         speculation: of all prompts together; None for a method without drafts.
         identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured.
@@ -79,6 +67,7 @@ class MethodSummary:
 
     tokens_per_second: Spread
     speedup_vs_plain: float | None
+    speedup_vs_plain_ci: tuple[float, float] | None
     speedup_vs_transformers: float | None
     speculation: Speculation | None
     identical: int | None
@@ -90,6 +79,7 @@ class MethodSummary:
         return {
             "tokens_per_second": asdict(self.tokens_per_second),
             "speedup_vs_plain": self.speedup_vs_plain,
+            "speedup_vs_plain_ci": self.speedup_vs_plain_ci and list(self.speedup_vs_plain_ci),
             "mean_acceptance_length": getattr(speculation, "mean_acceptance_length", None),
             "per_position_acceptance_rate": getattr(
                 speculation, "per_position_acceptance_rate", None
@@ -117,7 +107,7 @@ class SpeculativeReport:
     methods: dict[str, MethodSummary]
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `--json` prints. Its shape is stable; only `provenance` may grow."""
+        """The object that `--json` prints. Its keys stay; others may join them."""
         return {
             "provenance": self.provenance,
             "prompts": self.prompts,
@@ -221,11 +211,14 @@ def summarise(
     summaries = {}
     for name, own in samples.items():
         found = comparisons.get(name)
+        vs_plain = _ratios(own, samples.get("plain"))
+        vs_transformers = _ratios(own, samples.get("transformers"))
         speculations = [s.output.speculation for s in own if s.output.speculation is not None]
         summaries[name] = MethodSummary(
             tokens_per_second=Spread.of([sample.tokens_per_second for sample in own]),
-            speedup_vs_plain=_speedup(own, samples.get("plain")),
-            speedup_vs_transformers=_speedup(own, samples.get("transformers")),
+            speedup_vs_plain=_median(vs_plain),
+            speedup_vs_plain_ci=median_interval(vs_plain),
+            speedup_vs_transformers=_median(vs_transformers),
             speculation=Speculation.of([_counts(s) for s in speculations])
             if speculations
             else None,
@@ -242,11 +235,14 @@ def _count(
     return None if comparisons is None else sum(map(test, comparisons))
 
 
-def _speedup(own: Sequence[Sample], other: Sequence[Sample] | None) -> float | None:
-    if other is None:
-        return None
-    ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(own, other, strict=True)]
-    return float(np.median(ratios))
+def _ratios(own: Sequence[Sample], other: Sequence[Sample] | None) -> list[float]:
+    """A ratio of tokens/s a prompt; none without the other method."""
+    pairs = [] if other is None else zip(own, other, strict=True)
+    return [a.tokens_per_second / b.tokens_per_second for a, b in pairs]
+
+
+def _median(ratios: Sequence[float]) -> float | None:
+    return float(np.median(ratios)) if ratios else None
 
 
 def _counts(speculation: Speculation) -> SpeculationCounts:
@@ -276,6 +272,7 @@ def _provenance(
         "num_draft_tokens": options.num_draft_tokens or "from measured step costs",
         "timing": "wall clock of the whole call, prefill included; methods interleaved per prompt",
         "spread": f"low and high are the {LOW}th and {HIGH}th percentile over prompts",
-        "speedup_definition": "median over prompts of the ratio of tokens/s on the same prompt",
+        "speedup_definition": "median over prompts of the ratio of tokens/s on the same prompt; "
+        f"ci: {CONFIDENCE:.0%} bootstrap interval of that median, {RESAMPLES} resamples",
         "near_tie_tolerance": near_tie_tolerance(base.dtype),
     }

@@ -157,7 +157,7 @@ def show(report: SpeculativeReport, console: Console) -> None:
     )
     table.add_column("method", no_wrap=True)
     for column in (
-        "tokens/s", "vs\nplain", "vs trans-\nformers", "acceptance\nlength",
+        "tokens/s", "vs plain", "vs trans-\nformers", "accept.\nlength",
         "identical/\nnear-ties/\ndifferences",
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
@@ -169,7 +169,8 @@ def show(report: SpeculativeReport, console: Console) -> None:
             console.print(line, soft_wrap=True)
     console.print(
         f"tokens/s of whole calls, prefill included: median over prompts (10th-90th percentile); "
-        f"speedups: median of the ratios on single prompts. Outputs are compared with plain's; a "
+        f"speedups: median of the ratios on single prompts (95% confidence interval); "
+        f"acceptance length: tokens a draft step yields. Outputs are compared with plain's; a "
         f"near-tie is a first difference with log-probabilities within "
         f"{source['near_tie_tolerance']:.2g}.",
         soft_wrap=True,
@@ -185,8 +186,8 @@ def _cells(summary: MethodSummary) -> list[str]:
     speed, speculation = summary.tokens_per_second, summary.speculation
     counts = (summary.identical, summary.near_ties, summary.differences)
     return [
-        f"{speed.median:.1f} ({speed.low:.1f}-{speed.high:.1f})",
-        _times(summary.speedup_vs_plain),
+        f"{speed.median:.1f}\n({speed.low:.1f}-{speed.high:.1f})",
+        _times(summary.speedup_vs_plain) + _interval(summary.speedup_vs_plain_ci, before="\n"),
         _times(summary.speedup_vs_transformers),
         "-" if speculation is None else f"{speculation.mean_acceptance_length:.2f}",
         "-" if summary.identical is None else " / ".join(map(str, counts)),
@@ -207,6 +208,10 @@ def _drafting(name: str, summary: MethodSummary) -> Iterator[str]:
         )
     if speculation.note is not None:
         yield f"{name}: {speculation.note}"
+
+
+def _interval(interval: tuple[float, float] | None, *, before: str) -> str:
+    return "" if interval is None else f"{before}({interval[0]:.2f}-{interval[1]:.2f})"
 
 
 def _times(ratio: float | None) -> str:
