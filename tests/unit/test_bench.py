@@ -195,9 +195,7 @@ def test_the_interval_is_that_of_the_median() -> None:
     """Of 0..100 the median's standard error is about 1 / (2 f sqrt(n)) = 100 / (2 sqrt(101)) = 5."""
     values = [float(i) for i in range(101)]
     low, high = median_interval(values) or (0.0, 0.0)
-    assert 50 - 1.96 * 5 == pytest.approx(low, abs=2) and 50 + 1.96 * 5 == pytest.approx(
-        high, abs=2
-    )
+    assert (low, high) == pytest.approx((50 - 1.96 * 5, 50 + 1.96 * 5), abs=2)
     assert median_interval(values) == (low, high)
     assert median_interval([2.0, 2.0]) == (2.0, 2.0)
     assert median_interval([2.0]) is median_interval([]) is None
@@ -453,11 +451,66 @@ def test_a_prompt_the_model_cannot_take_is_named(tmp_path: Path, engine: Engine)
         read_prompts(write(tmp_path, {"prompt": "ab"})).encode(bare)
 
 
-def test_the_set_that_ships() -> None:
-    assert PROMPT_SETS == ("mt_bench",)
-    found = read_prompts("mt-bench")
-    assert (found.name, len(found.rows), len(found.sha256)) == ("mt_bench", 64, 64)
-    assert found.rows[0].content[0]["content"].startswith("Compose an engaging travel blog post")
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("mt_bench", "Compose an engaging travel blog post"),
+        ("gsm8k", "Josh decides to try flipping a house."),
+        ("humaneval", "from typing import List\n\n\ndef has_close_elements("),
+    ],
+)
+def test_the_sets_that_ship(name: str, start: str) -> None:
+    assert name in PROMPT_SETS and len(PROMPT_SETS) == 3
+    found = read_prompts(name.replace("_", "-"))
+    assert (found.name, len(found.rows), len(found.sha256)) == (name, 64, 64)
+    assert found.rows[0].content[0]["content"].startswith(start)
+    assert len({str(row.content) for row in found.rows}) == 64
+
+
+def test_categories(tmp_path: Path) -> None:
+    prompts = read_prompts(
+        write(
+            tmp_path,
+            {"question_id": 81, "category": "writing", "turns": ["a", "b"]},  # as in Spec-Bench
+            {"category": "qa", "turns": ["c"]},
+            {"prompt": "d", "category": None},
+            {"text": "e", "category": "writing"},
+        )
+    )
+    prompts.require_categories()
+    counts = SpeculationCounts(
+        num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, accepted_per_position=[4, 2]
+    )
+    none = SpeculationCounts(
+        num_drafts=2, num_draft_tokens=4, num_accepted_tokens=0, accepted_per_position=[0, 0]
+    )
+    speculations = [Speculation.of([own]) for own in (counts, none, none, none)]
+    samples = {
+        "plain": [sample(10, 1.0)] * 4,
+        "other": [
+            sample(10, seconds, own)
+            for seconds, own in zip([0.5, 0.8, 1.0, 0.25], speculations, strict=True)
+        ],
+    }
+    found = {
+        name: own.to_dict()
+        for name, own in speculative.summarise_categories(samples, prompts).items()
+    }
+    assert {name: own["prompts"] for name, own in found.items()} == {
+        "writing": 2, "qa": 1, "none": 1,
+    }  # fmt: skip
+    assert found["writing"]["methods"]["other"] == {
+        "speedup_vs_plain": 3.0,  # of 2 and 4
+        "speedup_vs_plain_ci": [2.0, 4.0],
+        "mean_acceptance_length": 1 + 6 / 6,
+    }
+    assert found["qa"]["methods"]["other"] == {
+        "speedup_vs_plain": 1.25, "speedup_vs_plain_ci": None, "mean_acceptance_length": 1.0,
+    }  # fmt: skip
+    with pytest.raises(MultirateError, match=r"line 1: 'category' is empty or not a string"):
+        read_prompts(write(tmp_path, {"prompt": "x", "category": 3}))
+    with pytest.raises(MultirateError, match=r"No row of p.jsonl has a category"):
+        read_prompts(write(tmp_path, {"prompt": "x"})).require_categories()
 
 
 # ------------------------------------------------------------------------------ provenance
@@ -619,6 +672,22 @@ def test_table(run: Run, arguments: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert all(len(line) <= 80 for line in out.splitlines()[:8])
 
 
+def test_a_table_by_category(
+    run: Run, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"category": "qa", "prompt": "AB"}, {"category": "rag", "prompt": "CD"}]
+    extra = ("--prompts", str(write(tmp_path, *rows)), "--methods", "plain,multirate")
+    assert run(*arguments, *extra, "--by-category") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines if line.split()[:1] in (["qa"], ["rag"])] == [
+        ["qa", "1", "multirate"], ["rag", "1", "multirate"],
+    ]  # fmt: skip
+    assert run(*arguments, *extra, "--by-category", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert list(data) == ["provenance", "prompts", "new_tokens", "methods", "categories"]
+    assert list(data["categories"]["rag"]["methods"]) == ["plain", "multirate"]
+
+
 def test_without_drafting_methods_no_accelerator_is_loaded(
     run: Run, prompt_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -636,6 +705,7 @@ def test_without_drafting_methods_no_accelerator_is_loaded(
         (["--max-new-tokens", "-1"], "max_new_tokens=-1 is not allowed"),
         (["--prompts", "nosuch"], "no prompt set and no file 'nosuch'"),
         (["--output", "."], "is a folder"),
+        (["--by-category"], "No row of prompts.jsonl has a category"),
         (["--accelerator", "none"], "'multirate' needs an accelerator"),
     ],
 )

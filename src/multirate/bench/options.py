@@ -17,6 +17,7 @@ class SpeculativeOptions:
         methods: names in `METHODS`.
         max_new_tokens: most tokens a prompt; an end-of-sequence token may end it earlier.
         num_draft_tokens: drafts a step; None for the number that the measured step costs suggest.
+        by_category: also sum up each category of prompts on its own.
 
     Raises:
         MultirateError: an unknown method, or a number that is not allowed.
@@ -25,6 +26,7 @@ class SpeculativeOptions:
     methods: tuple[str, ...] = ("plain", "transformers", "multirate")
     max_new_tokens: int = 128
     num_draft_tokens: int | None = None
+    by_category: bool = False
 
     def __post_init__(self) -> None:
         require_methods(self.methods)

@@ -6,6 +6,8 @@ One JSON object a line, in one of these shapes; of a conversation only the first
     {"messages": [{"role", "content"}, ...]}         up to the first user message, the same way
     {"prompt": "..."}                                one user message, the same way
     {"text": "..."}                                  given to the model as it is
+
+A field `category`, where a row has one, sorts the prompts into groups that can be told apart.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models.loading import require_chat_template
 
-PROMPT_SETS = ("mt_bench",)
+PROMPT_SETS = ("mt_bench", "gsm8k", "humaneval")
 
 _SHAPES = "'turns', 'messages', 'prompt' or 'text'"
 
@@ -33,10 +35,12 @@ class PromptRow:
     Attributes:
         content: chat messages, or text that goes to the model as it is.
         line: its line in the file, from 1.
+        category: what kind of prompt it is, where the row says so.
     """
 
     content: str | list[dict[str, str]]
     line: int
+    category: str | None = None
 
     @property
     def raw(self) -> bool:
@@ -57,6 +61,18 @@ class PromptSet:
     name: str
     sha256: str
     rows: tuple[PromptRow, ...]
+
+    def require_categories(self) -> None:
+        """Check that prompts have categories.
+
+        Raises:
+            MultirateError: no row has one.
+        """
+        if all(row.category is None for row in self.rows):
+            raise MultirateError(
+                f"No row of {self.name} has a category. Give each line a field 'category' with a "
+                f"string, or measure all prompts together (leave --by-category out)."
+            )
 
     def encode(self, engine: Engine) -> list[list[int]]:
         """Every prompt's token ids.
@@ -139,7 +155,10 @@ def _row(line: str, number: int, *, source: str | Path) -> PromptRow:
         data = json.loads(line)
         if not isinstance(data, dict):
             raise ValueError("is not a JSON object")
-        return PromptRow(_content(data), number)
+        category = data.get("category")
+        if category is not None:
+            category = _text(category, "'category'")
+        return PromptRow(_content(data), number, category)
     except json.JSONDecodeError as error:
         problem = f"is not JSON ({error.msg})"
     except ValueError as error:

@@ -91,6 +91,23 @@ class MethodSummary:
 
 
 @dataclass(frozen=True)
+class CategorySummary:
+    """One kind of prompts: how many, and each method's numbers on them."""
+
+    prompts: int
+    methods: dict[str, MethodSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Of the numbers, those that few prompts can bear."""
+        keys = ("speedup_vs_plain", "speedup_vs_plain_ci", "mean_acceptance_length")
+        methods = {name: summary.to_dict() for name, summary in self.methods.items()}
+        return {
+            "prompts": self.prompts,
+            "methods": {name: {key: own[key] for key in keys} for name, own in methods.items()},
+        }
+
+
+@dataclass(frozen=True)
 class SpeculativeReport:
     """The whole measurement.
 
@@ -99,21 +116,26 @@ class SpeculativeReport:
         prompts: how many.
         new_tokens: most new tokens a prompt, as asked for.
         methods: by name, in the order asked for.
+        categories: by name, in the prompts' order; None if they were not asked for.
     """
 
     provenance: dict[str, Any]
     prompts: int
     new_tokens: int
     methods: dict[str, MethodSummary]
+    categories: dict[str, CategorySummary] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints. Its keys stay; others may join them."""
-        return {
+        data: dict[str, Any] = {
             "provenance": self.provenance,
             "prompts": self.prompts,
             "new_tokens": self.new_tokens,
             "methods": {name: summary.to_dict() for name, summary in self.methods.items()},
         }
+        if self.categories is not None:
+            data["categories"] = {name: own.to_dict() for name, own in self.categories.items()}
+        return data
 
 
 def bench_speculative(
@@ -135,9 +157,11 @@ def bench_speculative(
 
     Raises:
         MultirateError: a method needs an accelerator and there is none, or a prompt that the model
-            cannot take.
+            cannot take, or categories that were asked for and are not there.
     """
     options.require_accelerator(engine.accelerator is not None)
+    if options.by_category:
+        prompts.require_categories()
     ids = prompts.encode(engine)
     methods = {name: METHODS[name].make(engine, options) for name in options.methods}
     for method in methods.values():
@@ -155,6 +179,7 @@ def bench_speculative(
         prompts=len(ids),
         new_tokens=options.max_new_tokens,
         methods=summarise(samples, compare(engine, ids, samples)),
+        categories=summarise_categories(samples, prompts) if options.by_category else None,
     )
 
 
@@ -227,6 +252,22 @@ def summarise(
             differences=_count(found, lambda c: not c.identical and not c.near_tie),
         )
     return summaries
+
+
+def summarise_categories(
+    samples: Mapping[str, Sequence[Sample]], prompts: PromptSet
+) -> dict[str, CategorySummary]:
+    """The same numbers for each kind of prompts on its own; "none" holds the rows without one."""
+    groups: dict[str, list[int]] = {}
+    for i, row in enumerate(prompts.rows):
+        groups.setdefault(row.category or "none", []).append(i)
+    return {
+        category: CategorySummary(
+            len(group),
+            summarise({name: [own[i] for i in group] for name, own in samples.items()}, {}),
+        )
+        for category, group in groups.items()
+    }
 
 
 def _count(

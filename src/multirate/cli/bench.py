@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,7 +35,12 @@ from multirate.cli.options import (
 from multirate.models.embedded import EMBEDDED_NAME
 
 if TYPE_CHECKING:
-    from multirate.bench.speculative import MethodSummary, Progress, SpeculativeReport
+    from multirate.bench.speculative import (
+        CategorySummary,
+        MethodSummary,
+        Progress,
+        SpeculativeReport,
+    )
 
 LINES = 10  # of progress, where stderr is no terminal
 
@@ -56,7 +61,8 @@ def speculative(
         str,
         typer.Option(
             metavar="FILE_OR_SET",
-            help="mt_bench, or a .jsonl file with turns, messages, prompt or text on each line",
+            help="mt_bench, gsm8k, humaneval, or a .jsonl file with turns, messages, prompt or text on "
+            "each line",
         ),
     ] = "mt_bench",
     limit: Annotated[int | None, typer.Option(help="only the first so many prompts")] = None,
@@ -68,6 +74,10 @@ def speculative(
     num_draft_tokens: Annotated[
         int | None, typer.Option(help="drafts a step; default: chosen from measured step costs")
     ] = None,
+    by_category: Annotated[
+        bool,
+        typer.Option("--by-category", help="also speed-up and acceptance by prompts' category"),
+    ] = False,
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
@@ -84,8 +94,10 @@ def speculative(
 
     # Everything that can be refused is refused before anything slow starts.
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
-    options = SpeculativeOptions(names, max_new_tokens, num_draft_tokens)
+    options = SpeculativeOptions(names, max_new_tokens, num_draft_tokens, by_category)
     prompt_set = read_prompts(prompts, limit=limit)
+    if by_category:
+        prompt_set.require_categories()
     if output is not None:
         require_writable(output)
     chosen = None
@@ -164,6 +176,8 @@ def show(report: SpeculativeReport, console: Console) -> None:
     for name, summary in report.methods.items():
         table.add_row(name, *_cells(summary))
     console.print(table)
+    if report.categories is not None:
+        console.print(_by_category(report.categories))
     for name, summary in report.methods.items():
         for line in _drafting(name, summary):
             console.print(line, soft_wrap=True)
@@ -183,15 +197,41 @@ def show(report: SpeculativeReport, console: Console) -> None:
 
 
 def _cells(summary: MethodSummary) -> list[str]:
-    speed, speculation = summary.tokens_per_second, summary.speculation
+    speed = summary.tokens_per_second
     counts = (summary.identical, summary.near_ties, summary.differences)
     return [
         f"{speed.median:.1f}\n({speed.low:.1f}-{speed.high:.1f})",
         _times(summary.speedup_vs_plain) + _interval(summary.speedup_vs_plain_ci, before="\n"),
         _times(summary.speedup_vs_transformers),
-        "-" if speculation is None else f"{speculation.mean_acceptance_length:.2f}",
+        _length(summary),
         "-" if summary.identical is None else " / ".join(map(str, counts)),
     ]
+
+
+def _by_category(categories: Mapping[str, CategorySummary]) -> Table:
+    """Speed-up and acceptance of every method but plain, a block of lines a category."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("category")
+    table.add_column("prompts", justify="right")
+    table.add_column("method", no_wrap=True)
+    table.add_column("vs plain", justify="right", no_wrap=True)
+    table.add_column("accept.\nlength", justify="right", no_wrap=True)
+    for category, group in categories.items():
+        first = (category, str(group.prompts))
+        for name, summary in group.methods.items():
+            if name == "plain":
+                continue
+            interval = _interval(summary.speedup_vs_plain_ci, before=" ")
+            speedup = _times(summary.speedup_vs_plain) + interval
+            table.add_row(*first, name, speedup, _length(summary))
+            first = ("", "")
+        table.add_section()
+    return table
+
+
+def _length(summary: MethodSummary) -> str:
+    speculation = summary.speculation
+    return "-" if speculation is None else f"{speculation.mean_acceptance_length:.2f}"
 
 
 def _drafting(name: str, summary: MethodSummary) -> Iterator[str]:
