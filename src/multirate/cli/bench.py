@@ -165,19 +165,23 @@ def show(report: SpeculativeReport, console: Console) -> None:
         f"{report.new_tokens} new tokens",
         title_justify="left",
         box=SIMPLE_HEAD,
-        pad_edge=False,  # all columns fit in 80 characters
+        show_edge=False,  # all columns fit in 80 characters
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("method", no_wrap=True)
     for column in (
         "tokens/s", "vs plain", "vs trans-\nformers", "accept.\nlength",
-        "identical/\nnear-ties/\ndifferences",
+        "identical/\nnear-ties/\ndifferent",
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     for name, summary in report.methods.items():
         table.add_row(name, *_cells(summary))
     console.print(table)
+    console.print()
     if report.categories is not None:
         console.print(_by_category(report.categories))
+        console.print()
     for name, summary in report.methods.items():
         for line in _drafting(name, summary):
             console.print(line, soft_wrap=True)
@@ -210,7 +214,7 @@ def _cells(summary: MethodSummary) -> list[str]:
 
 def _by_category(categories: Mapping[str, CategorySummary]) -> Table:
     """Speed-up and acceptance of every method but plain, a block of lines a category."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("category")
     table.add_column("prompts", justify="right")
     table.add_column("method", no_wrap=True)
