@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MAX_POSITIONS, VOCABULARY, tiny_model
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from benching import make_engine, tokenizer, write
+from tiny_models import MAX_POSITIONS
 
 from multirate.bench import files, speculative
 from multirate.bench.methods import METHODS
@@ -32,14 +31,11 @@ from multirate.bench.speculative import (
 )
 from multirate.bench.statistics import Spread, median_interval
 from multirate.cli.main import main
-from multirate.config.accelerator import AcceleratorConfig
 from multirate.config.errors import MultirateError
 from multirate.decode.compare import Comparison, near_tie_tolerance
 from multirate.decode.engine import Engine
 from multirate.decode.loop import SpeculationCounts
 from multirate.decode.results import Speculation
-from multirate.models.base import BaseModel
-from multirate.streams.accelerator import Accelerator
 
 NEW = 12
 DRAFTS = 3
@@ -48,38 +44,6 @@ METHOD_KEYS = [
     "tokens_per_second", "speedup_vs_plain", "speedup_vs_plain_ci", "mean_acceptance_length",
     "per_position_acceptance_rate", "identical", "near_ties", "differences",
 ]  # fmt: skip
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every character."""
-    vocabulary = {chr(33 + i): i for i in range(VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    words = PreTrainedTokenizerFast(tokenizer_object=backend)
-    words.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
-    return words
-
-
-def make_engine() -> Engine:
-    """A random float32 model, and a drafter that is right at times: its own layers, with noise."""
-    base = BaseModel(tiny_model("llama"))
-    base.config.name_or_path = "tiny"
-    config = AcceleratorConfig(
-        num_layers=base.num_layers,
-        hidden_size=base.hidden_size,
-        vocab_size=base.vocab_size,
-        gates=(0, base.num_layers),
-        entry="gate",
-        layer_kind="tied",
-        rank=2,
-    )
-    accelerator = Accelerator(config, base)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in accelerator.parameters():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return Engine(base, tokenizer=tokenizer(), accelerator=accelerator)
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +307,7 @@ def test_transformers_stops_where_plain_decoding_stops() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"methods": ()}, "No method was named. Methods: plain, transformers, multirate"),
+        ({"methods": ()}, "No method was named. Methods: plain, "),
         ({"methods": ("plain", "medusa9")}, "Unknown method 'medusa9'. Methods: plain"),
         ({"methods": ("plain", "plain")}, "'plain' is named twice"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
@@ -369,13 +333,6 @@ def test_a_drafting_method_needs_an_accelerator(engine: Engine, prompt_file: Pat
 
 
 # ------------------------------------------------------------------------------ prompts
-
-
-def write(folder: Path, *lines: Any) -> Path:
-    file = folder / "p.jsonl"
-    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
-    file.write_text("\n".join(texts), encoding="utf-8")
-    return file
 
 
 def user(text: str) -> list[dict[str, str]]:

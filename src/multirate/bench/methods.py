@@ -1,23 +1,21 @@
 """The decoding methods that a benchmark compares; a rival is one more entry of `METHODS`.
 
+Those of our own engine are here, other engines in `outside`.
+
 All of them get the same token ids and decode greedily up to the same limits; all of a call is timed.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from transformers import GenerationConfig
-
+from multirate.bench.outside import OUTSIDE
 from multirate.bench.registry import Entry, Method, Output
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.engine import Engine
 from multirate.decode.results import GenerationResult
-from multirate.models import hf
 
 if TYPE_CHECKING:
     from multirate.bench.options import SpeculativeOptions
@@ -43,38 +41,10 @@ def _multirate(engine: Engine, settings: SpeculativeOptions) -> Method:
     )
 
 
-def _transformers(engine: Engine, settings: SpeculativeOptions) -> Method:
-    """The stock `model.generate` with its own default cache."""
-    model, context = engine.base.model, engine.base.context_length
-
-    def run(ids: list[int], new: int) -> Output:
-        eos = sorted(engine.eos_token_ids)
-        input_ids = torch.tensor([ids], device=engine.base.device)
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=min(new, context - len(ids)),
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,  # never written: a batch of one needs no padding
-        )
-        # Whatever the arguments leave open comes from the model's own generation config, repetition
-        # penalties included: with that it would not be greedy decoding of the same model.
-        own, model.generation_config = model.generation_config, GenerationConfig()
-        try:
-            with hf.quiet(), warnings.catch_warnings(action="ignore"):
-                output = model.generate(
-                    input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
-                )
-        finally:
-            model.generation_config = own
-        return Output(output[0, len(ids) :].tolist())
-
-    return Method(run)
-
-
 METHODS: dict[str, Entry] = {
     "plain": Entry(_plain),
-    "transformers": Entry(_transformers),
     "multirate": Entry(_multirate, needs_accelerator=True),
+    **OUTSIDE,
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from multirate.bench.methods import METHODS, draft_options, require_methods
 from multirate.config.errors import MultirateError
@@ -17,21 +19,32 @@ class SpeculativeOptions:
         methods: names in `METHODS`.
         max_new_tokens: most tokens a prompt; an end-of-sequence token may end it earlier.
         num_draft_tokens: drafts a step; None for the number that the measured step costs suggest.
+        gguf: the model as a file that llama.cpp reads; for its methods only.
         by_category: also sum up each category of prompts on its own.
 
     Raises:
-        MultirateError: an unknown method, or a number that is not allowed.
+        MultirateError: an unknown method, one whose library or file is missing, a file that no
+            method reads, or a number that is not allowed.
     """
 
     methods: tuple[str, ...] = ("plain", "transformers", "multirate")
     max_new_tokens: int = 128
     num_draft_tokens: int | None = None
+    gguf: Path | None = None
     by_category: bool = False
 
     def __post_init__(self) -> None:
         require_methods(self.methods)
         GenerationOptions(max_new_tokens=self.max_new_tokens)
         draft_options(self.num_draft_tokens)
+        for name in self.methods:
+            METHODS[name].check(self)
+        if self.gguf is not None and not reads_gguf(self.methods):
+            readers = ", ".join(name for name, entry in METHODS.items() if entry.reads_gguf)
+            raise MultirateError(
+                f"{self.gguf} was given (--gguf), and no method reads it. Name one (--methods): "
+                f"{readers}."
+            )
 
     @property
     def needs_accelerator(self) -> bool:
@@ -49,3 +62,8 @@ class SpeculativeOptions:
                 f"Method {name!r} needs an accelerator, and there is none for this model. Give one "
                 f"(--accelerator), make one with `multirate train`, or leave the method out (--methods)."
             )
+
+
+def reads_gguf(methods: Sequence[str]) -> bool:
+    """Whether a method among these runs a GGUF file; unknown names do not."""
+    return any(METHODS[name].reads_gguf for name in methods if name in METHODS)

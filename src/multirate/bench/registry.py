@@ -49,7 +49,13 @@ class Entry:
     Attributes:
         make: takes the engine and what was asked for.
         needs_accelerator: whether the engine must have one.
+        check: raises a MultirateError where something that was asked for, or a library, is missing;
+            called before a model is loaded.
+        reads_gguf: whether it runs a GGUF file instead of the engine's weights, which are rounded
+            in another way: its outputs are not compared with plain decoding's.
     """
 
     make: Callable[[Engine, SpeculativeOptions], Method]
     needs_accelerator: bool = False
+    check: Callable[[SpeculativeOptions], None] = lambda settings: None
+    reads_gguf: bool = False

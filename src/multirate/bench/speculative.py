@@ -16,12 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
+from multirate.bench.outside import llama_cpp
 from multirate.bench.prompts import PromptSet
 from multirate.bench.provenance import provenance, without_folders
 from multirate.bench.registry import Method, Output
@@ -60,7 +62,8 @@ class MethodSummary:
         speedup_vs_plain_ci: low and high; None for a single prompt too.
         speedup_vs_transformers: the same way; not part of the JSON.
         speculation: of all prompts together; None for a method without drafts.
-        identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured.
+        identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured, or
+            the method runs weights of its own.
         near_ties: prompts whose first different token was about as likely as plain decoding's.
         differences: all others.
     """
@@ -216,7 +219,10 @@ def run_interleaved(
 def compare(
     engine: Engine, prompts: Sequence[list[int]], samples: Mapping[str, Sequence[Sample]]
 ) -> dict[str, list[Comparison]]:
-    """Every method's outputs against plain decoding's; empty if that was not measured."""
+    """Outputs against plain decoding's, of every method that runs the same weights.
+
+    Empty if plain decoding was not measured.
+    """
     if "plain" not in samples:
         return {}
     plain = [sample.output.token_ids for sample in samples["plain"]]
@@ -226,6 +232,7 @@ def compare(
             for ids, expected, sample in zip(prompts, plain, own, strict=True)
         ]
         for name, own in samples.items()
+        if not METHODS[name].reads_gguf
     }
 
 
@@ -310,6 +317,7 @@ def _provenance(
         "accelerator": accelerator and without_folders(accelerator),
         "prompt_set": {"name": prompts.name, "sha256": prompts.sha256, "first": len(prompts.rows)},
         "decoding": "greedy, one prompt at a time",
+        **({} if options.gguf is None else _llama_cpp(options.gguf)),
         "num_draft_tokens": options.num_draft_tokens or "from measured step costs",
         "timing": "wall clock of the whole call, prefill included; methods interleaved per prompt",
         "spread": f"low and high are the {LOW}th and {HIGH}th percentile over prompts",
@@ -317,3 +325,7 @@ def _provenance(
         f"ci: {CONFIDENCE:.0%} bootstrap interval of that median, {RESAMPLES} resamples",
         "near_tie_tolerance": near_tie_tolerance(base.dtype),
     }
+
+
+def _llama_cpp(gguf: Path) -> dict[str, Any]:
+    return {"gguf": gguf.name, "llama_cpp_python": llama_cpp().__version__}

@@ -32,7 +32,7 @@ from multirate.cli.options import (
     note,
     write_json,
 )
-from multirate.models.embedded import EMBEDDED_NAME
+from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 
 if TYPE_CHECKING:
     from multirate.bench.speculative import (
@@ -74,6 +74,13 @@ def speculative(
     num_draft_tokens: Annotated[
         int | None, typer.Option(help="drafts a step; default: chosen from measured step costs")
     ] = None,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="the model for llama.cpp; default: the embedded model's own file",
+        ),
+    ] = None,
     by_category: Annotated[
         bool,
         typer.Option("--by-category", help="also speed-up and acceptance by prompts' category"),
@@ -88,13 +95,15 @@ def speculative(
     """Greedy decoding of the same prompts by several methods: speed, acceptance, agreement."""
     import multirate
     from multirate.bench.files import require_writable, write_whole
-    from multirate.bench.options import SpeculativeOptions
+    from multirate.bench.options import SpeculativeOptions, reads_gguf
     from multirate.bench.prompts import read_prompts
     from multirate.bench.speculative import bench_speculative
 
     # Everything that can be refused is refused before anything slow starts.
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
-    options = SpeculativeOptions(names, max_new_tokens, num_draft_tokens, by_category)
+    if gguf is None and model == EMBEDDED_NAME and reads_gguf(names):
+        gguf = embedded_gguf()
+    options = SpeculativeOptions(names, max_new_tokens, num_draft_tokens, gguf, by_category)
     prompt_set = read_prompts(prompts, limit=limit)
     if by_category:
         prompt_set.require_categories()
@@ -188,9 +197,9 @@ def show(report: SpeculativeReport, console: Console) -> None:
     console.print(
         f"tokens/s of whole calls, prefill included: median over prompts (10th-90th percentile); "
         f"speedups: median of the ratios on single prompts (95% confidence interval); "
-        f"acceptance length: tokens a draft step yields. Outputs are compared with plain's; a "
-        f"near-tie is a first difference with log-probabilities within "
-        f"{source['near_tie_tolerance']:.2g}.",
+        f"acceptance length: tokens a draft step yields. Outputs are compared with plain's "
+        f"where the weights are the same; a near-tie is a first difference with log-probabilities "
+        f"within {source['near_tie_tolerance']:.2g}.",
         soft_wrap=True,
     )
     console.print(

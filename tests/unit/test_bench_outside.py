@@ -1,0 +1,168 @@
+"""Engines that are not ours: what goes into them and what is counted of what comes out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from benching import make_engine, write
+from tiny_models import MAX_POSITIONS, VOCABULARY
+
+from multirate.bench.methods import METHODS
+from multirate.bench.options import SpeculativeOptions
+from multirate.bench.prompts import read_prompts
+from multirate.bench.speculative import bench_speculative
+from multirate.config.errors import MultirateError
+from multirate.decode.engine import Engine
+
+NEW = 12
+STEP = 3
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return make_engine()
+
+
+class FakeLlama:
+    """llama-cpp-python's Llama as far as it is used: counts up from the prompt's last token.
+
+    Like the real one it keeps what it has read until it is reset, and never stops by itself.
+    """
+
+    made: list[FakeLlama]
+
+    def __init__(self, model_path: str, **settings: Any) -> None:
+        if Path(model_path).read_bytes()[:4] != b"GGUF":
+            raise ValueError(f"Failed to load model from file: {model_path}")
+        self.settings, self.kept, self.calls = settings, 0, []
+        self.made.append(self)
+
+    def n_vocab(self) -> int:
+        return VOCABULARY
+
+    def reset(self) -> None:
+        self.kept = 0
+
+    def generate(self, tokens: list[int], *, temp: float) -> Iterator[int]:
+        self.calls.append((list(tokens), temp, self.kept))
+        token = tokens[-1]
+        while True:
+            self.kept += 1
+            token = (token + STEP) % VOCABULARY
+            yield token
+
+
+class FakeLookup:
+    def __init__(self, max_ngram_size: int = 2, num_pred_tokens: int = 10) -> None:
+        self.num_pred_tokens = num_pred_tokens
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> type[FakeLlama]:
+    module, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
+    FakeLlama.made = []
+    module.Llama, module.__version__ = FakeLlama, "0.3.36"
+    speculative.LlamaPromptLookupDecoding = FakeLookup
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
+    return FakeLlama
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    return file
+
+
+def test_prompt_lookup_of_transformers_gives_plain_tokens(engine: Engine) -> None:
+    """On a text that repeats itself, and up to the end of the context."""
+    methods = [METHODS[name].make(engine, SpeculativeOptions(("plain",))) for name in
+               ("plain", "transformers-lookup")]  # fmt: skip
+    forwards = []
+    engine.base.model.register_forward_hook(lambda *_: forwards.append(1))
+    for ids in ([40, 41, 42] * 6, [50], [40 + i % 9 for i in range(MAX_POSITIONS - 4)]):
+        plain, lookup = (method.run(ids, 3 * NEW) for method in methods)
+        assert lookup == plain and len(plain.token_ids) == min(3 * NEW, MAX_POSITIONS - len(ids))
+    del forwards[:]
+    assert len(methods[1].run([40, 41, 42] * 6, 3 * NEW).token_ids) > len(forwards)  # drafts helped
+
+
+def test_llama_cpp_gets_the_ids_and_the_threads(
+    engine: Engine, llama: type[FakeLlama], gguf: Path
+) -> None:
+    settings = SpeculativeOptions(("llama.cpp", "llama.cpp-lookup"), NEW, gguf=gguf)
+    plain, lookup = (METHODS[name].make(engine, settings) for name in settings.methods)
+    for method in (plain, lookup):
+        method.prepare([[5, 6], [7, 8, 9]])
+        for ids in ([5, 6], [7, 8, 9]):
+            found = method.run(ids, 4).token_ids
+            assert found == [(ids[-1] + STEP * i) % VOCABULARY for i in range(1, 5)]
+    threads = torch.get_num_threads()
+    common = {"n_ctx": 3 + NEW, "n_threads": threads, "n_threads_batch": threads,
+              "n_gpu_layers": 0, "verbose": False}  # fmt: skip
+    assert llama.made[0].settings == common
+    drafts = llama.made[1].settings.pop("draft_model")
+    assert llama.made[1].settings == common and drafts.num_pred_tokens == 10
+    for made in llama.made:  # greedy, and nothing is left of the prompt before
+        assert made.calls == [([5, 6], 0.0, 0), ([7, 8, 9], 0.0, 0)]
+
+
+def test_llama_cpp_stops_where_ours_stops(
+    engine: Engine, llama: type[FakeLlama], gguf: Path
+) -> None:
+    engine.base.model.generation_config.eos_token_id = [5 + 2 * STEP, 9]
+    method = METHODS["llama.cpp"].make(engine, SpeculativeOptions(("llama.cpp",), NEW, gguf=gguf))
+    full = [4] * (MAX_POSITIONS - 2)
+    method.prepare([full])
+    assert llama.made[0].settings["n_ctx"] == MAX_POSITIONS
+    assert method.run([5], NEW).token_ids == [5 + STEP, 5 + 2 * STEP]
+    assert method.run(full, NEW).token_ids == [4 + STEP, 4 + 2 * STEP]  # the context ends
+
+
+def test_other_weights_are_not_compared(
+    engine: Engine, llama: type[FakeLlama], gguf: Path, tmp_path: Path
+) -> None:
+    names = ("plain", "transformers-lookup", "llama.cpp")
+    prompts = read_prompts(write(tmp_path, {"prompt": "AB"}, {"prompt": "ABC"}))
+    report = bench_speculative(engine, prompts, SpeculativeOptions(names, NEW, gguf=gguf))
+    methods = report.to_dict()["methods"]
+    agreement = {
+        name: [methods[name][key] for key in ("identical", "near_ties", "differences")]
+        for name in names
+    }
+    assert agreement == {
+        "plain": [2, 0, 0], "transformers-lookup": [2, 0, 0], "llama.cpp": [None, None, None],
+    }  # fmt: skip
+    assert methods["llama.cpp"]["speedup_vs_plain"] > 0
+    provenance = report.provenance
+    assert (provenance["gguf"], provenance["llama_cpp_python"]) == ("tiny.gguf", "0.3.36")
+
+
+def test_what_is_missing_is_told(
+    engine: Engine, llama: type[FakeLlama], gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(MultirateError, match=r"need the model as a GGUF file.*--gguf FILE"):
+        SpeculativeOptions(("llama.cpp",))
+    with pytest.raises(MultirateError, match=r"There is no GGUF file nosuch.gguf"):
+        SpeculativeOptions(("llama.cpp-lookup",), gguf=Path("nosuch.gguf"))
+    with pytest.raises(
+        MultirateError, match=r"no method reads it. .*: llama.cpp, llama.cpp-lookup"
+    ):
+        SpeculativeOptions(("plain",), gguf=gguf)
+    settings = SpeculativeOptions(("llama.cpp",), gguf=gguf)
+    monkeypatch.setattr(FakeLlama, "n_vocab", lambda self: 7)
+    with pytest.raises(MultirateError, match=rf"another model: .* 7 tokens, .* {VOCABULARY}"):
+        METHODS["llama.cpp"].make(engine, settings).prepare([[1]])
+    gguf.write_bytes(b"text")
+    with pytest.raises(MultirateError, match=r"llama.cpp cannot load .*tiny.gguf: Failed to load"):
+        METHODS["llama.cpp"].make(engine, settings).prepare([[1]])
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
+    with pytest.raises(MultirateError, match="pip install llama-cpp-python"):
+        SpeculativeOptions(("llama.cpp",), gguf=gguf)
