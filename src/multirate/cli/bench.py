@@ -35,6 +35,7 @@ from multirate.cli.options import (
 from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 
 if TYPE_CHECKING:
+    from multirate.bench.reports import ReportComparison
     from multirate.bench.speculative import (
         CategorySummary,
         MethodSummary,
@@ -47,11 +48,6 @@ LINES = 10  # of progress, where stderr is no terminal
 bench = typer.Typer(
     name="bench", help="Measure speed and agreement of decoding methods.", no_args_is_help=True
 )
-
-
-@bench.callback()
-def root() -> None:
-    """Keeps `bench NAME` even while there is only one benchmark."""
 
 
 @bench.command()
@@ -130,6 +126,47 @@ def speculative(
         write_json(report.to_dict())
     else:
         show(report, Console(highlight=False))
+
+
+@bench.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="a saved report")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="another")],
+    as_json: Json = False,
+) -> None:
+    """Speeds of two reports of `bench speculative`, method by method."""
+    from multirate.bench.reports import compare_reports, read_report
+
+    found = compare_reports(read_report(a), read_report(b))
+    for warning in found.warnings:
+        note(f"warning: {warning}")
+    if as_json:
+        write_json(found.to_dict())
+        return
+    console = Console(highlight=False)
+    console.print(_side_by_side(found, title=f"A: {a.name}, B: {b.name}"))
+    console.print()
+    for name, only in (("A", found.only_a), ("B", found.only_b)):
+        if only:
+            console.print(f"only in {name}: {', '.join(only)}", soft_wrap=True)
+    console.print("medians over prompts; B/A above 1: B is faster", soft_wrap=True)
+
+
+def _side_by_side(found: ReportComparison, *, title: str) -> Table:
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    table.add_column("method", no_wrap=True)
+    for column in ("tokens/s\nA", "\nB", "\nB/A", "vs plain\nA", "\nB", "\nB/A"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, pair in found.methods.items():
+        speed, speedup = pair.tokens_per_second, pair.speedup_vs_plain
+        table.add_row(
+            name,
+            f"{speed.a:.1f}", f"{speed.b:.1f}", _times(speed.ratio),
+            _times(speedup.a), _times(speedup.b), _times(speedup.ratio),
+        )  # fmt: skip
+    return table
 
 
 @contextmanager
