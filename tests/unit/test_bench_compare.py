@@ -127,8 +127,6 @@ def test_the_command(run: Callable[..., int], capsys: pytest.CaptureFixture[str]
     out, err = capsys.readouterr()
     row = "plain 20.0 25.0 1.25x 1.00x 1.00x 1.00x"
     assert row in [" ".join(line.split()) for line in out.splitlines()]
-        o.split() for o in out.splitlines()
-    ]
     assert "A: a.json, B: b.json" in out and "only in A: x" in out
     assert err == "warning: new tokens differs: 12 against 9\n"
     assert run(a, b, "--json") == 0
