@@ -12,6 +12,7 @@ import multirate
 from multirate.cli.main import main
 from multirate.decode.engine import Engine
 from multirate.models.embedded import EMBEDDED_NAME
+from multirate.models.loading import decode_dtype
 from multirate.streams.defaults import default_accelerator
 
 pytestmark = pytest.mark.real
@@ -80,7 +81,7 @@ def test_generate_uses_it_by_itself(
         "text", "prompt_tokens", "new_tokens", "seconds", "tokens_per_second", "strategy", "dtype",
         "device", "finish_reason", "speculation",
     ]  # fmt: skip
-    assert (data["strategy"], data["dtype"]) == ("speculative", "bfloat16")
+    assert (data["strategy"], data["dtype"]) == ("speculative", decode_dtype(EMBEDDED_NAME, "cpu"))
     assert "sky" in data["text"]
     assert data["speculation"]["mean_acceptance_length"] > 1.2
 

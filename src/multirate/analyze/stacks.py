@@ -92,7 +92,7 @@ class AnswerVocabulary:
         ids, counts = text.choices.unique(return_counts=True)
         kept = counts.argsort(descending=True, stable=True)[:VOCABULARY_LIMIT]
         self.base, self.ids = text.base, ids[kept]
-        self._rows = text.base.lm_head.weight[self.ids].detach().float()
+        self._rows = cast(Tensor, text.base.lm_head.weight)[self.ids].detach().float()
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from multirate.cli.options import Json, write_json
+from multirate.cli.options import Dtype, Json, write_json
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.models.embedded import EMBEDDED_NAME
@@ -58,7 +58,7 @@ class Race:
 def demo(
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="what to ask the model")] = PROMPT,
     max_new_tokens: Annotated[int, typer.Option(help="length of the answer, at most")] = 128,
-    dtype: Annotated[str, typer.Option(help="of the weights: bfloat16 or float32")] = "bfloat16",
+    dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Decode one prompt plain and accelerated, with the embedded model and its accelerator."""

@@ -25,7 +25,11 @@ AcceleratorChoice = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="of the weights: bfloat16 (default), float32, float16 or auto")
+    str | None,
+    typer.Option(
+        help="of the weights: packed (float16, float32 arithmetic; the default on x86 CPUs), bfloat16 "
+        "(the default elsewhere), float32, float16 or auto"
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]

@@ -7,14 +7,14 @@ a draft-length policy, and steps into results or a stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
@@ -25,7 +25,13 @@ from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.models.base import BaseModel
-from multirate.models.loading import end_token_ids, load_pretrained, render_chat
+from multirate.models.loading import (
+    PACKED,
+    decode_dtype,
+    end_token_ids,
+    load_pretrained,
+    render_chat,
+)
 from multirate.streams.accelerator import Accelerator
 
 # A prompt: text (through the chat template unless raw), chat messages, or token ids.
@@ -38,7 +44,9 @@ class Engine:
     Args:
         base: the model.
         tokenizer: None leaves token ids as the only way in and out.
-        accelerator: None leaves plain decoding only.
+        accelerator: its stream drafts, unless there is another drafter.
+        drafter: drafts in its place. Without either there is plain decoding only.
+        stock: loads the model as transformers itself would run it, where the base's is not that.
     """
 
     def __init__(
@@ -47,10 +55,13 @@ class Engine:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         accelerator: Accelerator | None = None,
+        drafter: Drafter | None = None,
+        stock: Callable[[], PreTrainedModel] | None = None,
     ) -> None:
         self.base, self.tokenizer, self.accelerator = base, tokenizer, accelerator
-        self.drafter: Drafter | None = None
-        if accelerator is not None:
+        self._stock = stock
+        self.drafter = drafter
+        if drafter is None and accelerator is not None:
             self.drafter = AcceleratorDrafter(accelerator)
         self._costs: dict[tuple[int, int, int], StepCosts] = {}
 
@@ -195,10 +206,33 @@ class Engine:
 
     # ---------------------------------------------------------------- model facts
 
+    def stock_model(self) -> PreTrainedModel:
+        """The model for transformers' own `generate`: the base's, unless its weights are packed."""
+        return self.base.model if self._stock is None else self._stock()
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text: the generation config's, and the tokenizer's."""
         return end_token_ids(self.base.model.generation_config, self.base.config, self.tokenizer)
+
+    def draft_length(
+        self, prompts: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> DraftLength:
+        """How many tokens to draft for these prompts: a fixed number, or what step costs suggest."""
+        assert self.drafter is not None
+        fixed, costs = options.num_draft_tokens, None
+        if fixed is None:
+            costs = self.step_costs(
+                rows=len(prompts),
+                context=max(len(prompt) for prompt in prompts),
+                max_drafts=options.max_draft_tokens,
+            )
+        return DraftLength(
+            costs,
+            max_drafts=fixed or options.max_draft_tokens,
+            prior=self.drafter.expected_acceptance,
+            fixed=fixed,
+        )
 
     @torch.inference_mode()
     def step_costs(self, *, rows: int, context: int, max_drafts: int) -> StepCosts:
@@ -216,8 +250,9 @@ class Engine:
         return self._costs[key]
 
     def _measure(self, rows: int, context: int, max_drafts: int) -> StepCosts:
-        base, drafter = self.base, cast(Drafter, self.drafter)
-        arena = base.arena(rows=rows, max_len=context + max_drafts + 1)
+        base, max_len = self.base, context + max_drafts + 1
+        drafter = cast(Drafter, self.drafter).start(rows=rows, max_len=max_len)
+        arena = base.arena(rows=rows, max_len=max_len)
         lengths = [context] * rows
         token = torch.zeros(rows, dtype=torch.long, device=base.device)
         size = (rows, 1, base.hidden_size)
@@ -225,6 +260,8 @@ class Engine:
             i: torch.zeros(size, dtype=base.dtype, device=base.device) for i in drafter.carry_layers
         }
         greedy = Sampler(GenerationOptions(), device=base.device)
+        # No token twice where the vocabulary allows it: nothing to look up, the dear case.
+        text = [i % base.config.vocab_size for i in range(context, -1, -1)]
 
         def verify(n: int) -> None:
             ids = token[:, None].expand(rows, n)
@@ -234,8 +271,9 @@ class Engine:
 
         def draft() -> None:
             drafter.draft(
-                token, lengths, states, arena, count=1, sampler=greedy, go_on=lambda *_: False
-            )
+                token, lengths, states, arena, ids=[text] * rows, count=1, sampler=greedy,
+                go_on=lambda *_: False,
+            )  # fmt: skip
 
         return measure_costs(
             verify, draft, max_drafts=max_drafts, synchronize=synchronizer(base.device)
@@ -272,7 +310,9 @@ class _Run:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.seconds = [0.0] * len(prompts)
         # The first of its kind measures step costs, once; that is no part of generating.
-        self.draft_length = self._draft_length() if self.strategy == "speculative" else None
+        self.draft_length = None
+        if self.strategy == "speculative":
+            self.draft_length = engine.draft_length(prompts, options)
 
     def steps(self) -> Iterator[list[RowStep]]:
         engine = self.engine
@@ -285,25 +325,6 @@ class _Run:
             drafter=engine.drafter if speculative else None,
             draft_length=self.draft_length,
             counts=self.counts,
-        )
-
-    def _draft_length(self) -> DraftLength:
-        options, engine = self.options, self.engine
-        fixed = options.num_draft_tokens
-        costs = None
-        if fixed is None:
-            costs = engine.step_costs(
-                rows=len(self.prompts),
-                context=max(len(p) for p in self.prompts),
-                max_drafts=options.max_draft_tokens,
-            )
-        assert engine.accelerator is not None
-        prior = engine.accelerator.config.expected_acceptance
-        return DraftLength(
-            costs,
-            max_drafts=fixed or options.max_draft_tokens,
-            prior=prior,
-            fixed=fixed,
         )
 
     def note_finished(self, steps: list[RowStep], seconds: float) -> None:
@@ -320,7 +341,7 @@ class _Run:
                 prompt_tokens=len(prompt),
                 seconds=seconds,
                 strategy=self.strategy,
-                dtype=str(base.dtype).removeprefix("torch."),
+                dtype=base.dtype_name,
                 device=str(base.device),
                 finish_reason=str(checker.finish_reason),
                 speculation=Speculation.of([counts]) if self.strategy != "plain" else None,
@@ -379,16 +400,35 @@ def load(
         model: a hub id, a local folder, a `.gguf` file, or `smollm2-135m` (the embedded model).
         accelerator: an accelerator folder or hub id; "default" = the one that ships with multirate
             for the embedded model.
-        dtype: "float32", "bfloat16", "float16" or "auto"; default bfloat16.
+        dtype: "float32", "bfloat16", "float16", "auto" (as stored) or "packed": float16 weights packed
+            for the CPU, float32 arithmetic (`models.packed`). Default: packed where that is possible,
+            else bfloat16.
         device: "cpu", "cuda", ...; default the GPU if there is one.
 
     Raises:
         MultirateError: anything that is wrong with the names, files or values; the message says what
             to do.
     """
-    loaded = load_pretrained(model, dtype=dtype, device=device)
+    if dtype is None:
+        dtype = decode_dtype(model, device)
+    packed = dtype == PACKED
+    loaded = load_pretrained(model, dtype=torch.float16 if packed else dtype, device=device)
     base = BaseModel(loaded.model)
     stream = None
     if accelerator is not None:
         stream = Accelerator.from_pretrained(accelerator, base)
-    return Engine(base, tokenizer=loaded.tokenizer, accelerator=stream)
+    if packed:
+        base.require_packable()
+        if stream is not None:
+            stream.pack()
+        base.pack()
+
+    def stock() -> PreTrainedModel:
+        return load_pretrained(model, device=device).model
+
+    return Engine(
+        base,
+        tokenizer=loaded.tokenizer,
+        accelerator=stream,
+        stock=stock if packed else None,
+    )

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from multirate.config.errors import MultirateError
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
+from multirate.models.packed import PackedLinear, can_pack, pack_linears
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -74,7 +75,8 @@ class BaseModel:
         self.layers = cast(nn.ModuleList, body.layers)
         self.final_norm = cast(nn.Module, body.norm)
         self.rotary_emb = cast(nn.Module, body.rotary_emb)
-        self.lm_head = cast(nn.Linear, model.get_output_embeddings())
+        self.lm_head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
+        self.packed = False
 
     @property
     def num_layers(self) -> int:
@@ -86,7 +88,7 @@ class BaseModel:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.lm_head.weight.shape[0])
+        return int(self.lm_head.out_features)
 
     @property
     def context_length(self) -> int:
@@ -106,11 +108,46 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embed_tokens.weight.dtype
+        """Of activations, keys and values; of the weights too unless they are packed."""
+        return torch.float32 if self.packed else self.embed_tokens.weight.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """What users call the weights' type: "bfloat16", ..., or "packed"."""
+        return "packed" if self.packed else str(self.dtype).removeprefix("torch.")
+
+    def require_packable(self) -> None:
+        """Check that `pack` is possible.
+
+        Raises:
+            MultirateError: a device or an architecture that weights cannot be packed for.
+        """
+        if not can_pack(self.device) or self.architecture.experts:
+            what = "a mixture of experts" if self.architecture.experts else f"on {self.device}"
+            raise MultirateError(
+                f"dtype 'packed' is for models without experts on an x86 CPU with AVX2; this one is "
+                f"{what}. Use bfloat16 or float32."
+            )
+
+    def pack(self) -> None:
+        """Pack all linear layers (`models.packed`); for decoding only, and not to be undone.
+
+        Raises:
+            MultirateError: a device or an architecture that weights cannot be packed for.
+        """
+        self.require_packable()
+        pack_linears(self.model)
+        # The rest (norms, biases) is small; embeddings stay half as large and are cast when looked up.
+        for module in self.model.modules():
+            if not isinstance(module, nn.Embedding):
+                for parameter in module.parameters(recurse=False):
+                    parameter.data = parameter.data.float()
+        self.lm_head = cast(PackedLinear, self.model.get_output_embeddings())
+        self.packed = True
 
     def arena(self, *, rows: int, max_len: int) -> KVArena:
         """A new, empty KV arena of this model's shape, type and device."""
@@ -180,7 +217,7 @@ class BaseModel:
 
     def rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """(cos, sin) for positions `[B, n]`, per attention type."""
-        like = self.embed_tokens.weight[:1]  # only its dtype and device matter
+        like = torch.empty(1, dtype=self.dtype, device=self.device)
         kinds = set(self.layer_types)
         if self.architecture.rotary_per_type:
             return {kind: self.rotary_emb(like, positions, kind) for kind in kinds}
@@ -188,7 +225,7 @@ class BaseModel:
 
     def embed(self, ids: Tensor) -> Tensor:
         """`[B, n]` token ids to h_0 `[B, n, D]` (any embedding scale included)."""
-        return cast(Tensor, self.embed_tokens(ids))
+        return cast(Tensor, self.embed_tokens(ids)).to(self.dtype)
 
     def run_layers(
         self,

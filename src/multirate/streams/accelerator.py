@@ -19,7 +19,8 @@ from multirate.config.accelerator import AcceleratorConfig, preset_config
 from multirate.config.errors import MultirateError
 from multirate.models.arena import KVArena
 from multirate.models.base import SLIDING, BaseModel, Block
-from multirate.streams.entry import CarryEntry
+from multirate.models.packed import PackedLinear
+from multirate.streams.entry import CarryEntry, FusedInputs
 from multirate.streams.layers import LeanLayer, Prefix, TiedLayer
 
 # Of the base model's bytes; two of thirty layers are just below it.
@@ -79,9 +80,11 @@ class Accelerator(nn.Module):
             ids = torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids)
         self.register_buffer("_draft_rows", None, persistent=False)
+        self.__dict__["_draft_head"] = None
         self.to(base.device)
 
     base: BaseModel
+    _draft_head: PackedLinear | None
 
     @classmethod
     def from_preset(cls, preset: str, base: BaseModel, **overrides: Any) -> Accelerator:
@@ -189,11 +192,13 @@ class Accelerator(nn.Module):
         normed = base.final_norm(p.to(base.dtype))
         if self.draft_ids is None:
             return base.soft_cap(cast(Tensor, base.lm_head(normed)))
+        if self._draft_head is not None:
+            return base.soft_cap(self._draft_head(normed))
         if self._draft_rows is None:
             # A copy of those rows: gathering them at every step would cost more than it saves. Made
             # outside inference mode, whose tensors could not be used in training later.
             with torch.inference_mode(False), torch.no_grad():
-                self._draft_rows = base.lm_head.weight[self.draft_ids].detach()
+                self._draft_rows = cast(nn.Linear, base.lm_head).weight[self.draft_ids].detach()
         return base.soft_cap(F.linear(normed, self._draft_rows))
 
     def set_draft_ids(self, ids: Tensor) -> None:
@@ -223,6 +228,8 @@ class Accelerator(nn.Module):
 
         Layers are folded from the first on, as many as `FOLD_LIMIT` of the base model's bytes holds.
         """
+        if self.base.packed:  # `pack` has folded all of them
+            return
         room = FOLD_LIMIT * sum(p.nbytes for p in self.base.model.parameters())
         for layer in self.layers:
             if isinstance(layer, TiedLayer):
@@ -230,6 +237,22 @@ class Accelerator(nn.Module):
                 if room < 0:
                     return
                 layer.fold()
+
+    def pack(self) -> None:
+        """Draft from packed weights (`models.packed`); call it just before the base's own `pack`.
+
+        All layers are folded: packed, they take half the bytes. It cannot be trained afterwards.
+        """
+        for layer in self.layers:
+            if isinstance(layer, TiedLayer):
+                layer.pack()
+        self.float()
+        for module in self.modules():
+            if isinstance(module, FusedInputs):
+                module.pack()
+        if self.draft_ids is not None:
+            rows = cast(nn.Linear, self.base.lm_head).weight[self.draft_ids]
+            self.__dict__["_draft_head"] = PackedLinear(rows)
 
     def num_parameters(self) -> int:
         """Trained numbers of the accelerator (the base's are not its own)."""

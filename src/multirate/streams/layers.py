@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel, Block
+from multirate.models.packed import pack_linears
 from multirate.streams.adapters import AdaptedLinear, LowRank, LowRankMix, rms_norm
 
 
@@ -80,6 +81,13 @@ class TiedLayer(nn.Module):
             if isinstance(module, AdaptedLinear):
                 folded.set_submodule(name, module.folded())
         self.__dict__["folded"] = folded
+
+    def pack(self) -> None:
+        """Fold, and pack the folded weights (`models.packed`); before the base itself is packed."""
+        self.fold()
+        assert self.folded is not None
+        pack_linears(self.folded)
+        self.__dict__["tied"] = self.folded  # lets go of the base's own, unpacked weights
 
     def fold_bytes(self) -> int:
         """Memory that `fold` takes."""
