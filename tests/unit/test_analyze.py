@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from test_cli import Cli, save_model, tokenizer
 from tiny_models import NUM_LAYERS, VOCABULARY, tiny_model
 
-from multirate.analyze import run, text
+from multirate.analyze import text
 from multirate.analyze.alignment import alignment_layers, alignment_tasks, exits
 from multirate.analyze.costs import ModelShape
 from multirate.analyze.rates import rate_stacks
@@ -403,9 +404,9 @@ def test_without_matplotlib(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    find: Callable[..., Any] = run.importlib.util.find_spec
+    find: Callable[..., Any] = importlib.util.find_spec
     monkeypatch.setattr(
-        run.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
     code, _, stderr = cli("analyze", model, "--data", data, "--output", tmp_path / "out")
     assert code == 2

@@ -17,7 +17,7 @@ import torch
 from benching import make_engine, tokenizer, write
 from tiny_models import MAX_POSITIONS
 
-from multirate.bench import files, speculative
+from multirate.bench import figures, files, speculative
 from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import PROMPT_SETS, read_prompts
@@ -645,6 +645,28 @@ def test_a_table_by_category(
     assert list(data["categories"]["rag"]["methods"]) == ["plain", "multirate"]
 
 
+def test_a_figure_of_the_numbers(
+    run: Run, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, plot = tmp_path / "r.json", tmp_path / "new" / "r.png"
+    extra = ("--methods", "plain,multirate", "--output", str(output), "--plot", str(plot))
+    assert run(*arguments, *extra) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(output.read_text())
+    speed, length = figures._figure(report).axes
+    plain, multirate = report["methods"].values()
+    assert [bar.get_width() for bar in speed.patches] == [1.0, multirate["speedup_vs_plain"]]
+    assert [list(line.get_xdata()) for line in speed.lines[:2]] == [
+        plain["speedup_vs_plain_ci"], multirate["speedup_vs_plain_ci"],
+    ]  # fmt: skip
+    assert [bar.get_width() for bar in length.patches] == [0, multirate["mean_acceptance_length"]]
+    assert [text.get_text() for text in length.texts] == [
+        "-", f"{multirate['mean_acceptance_length']:.2f}",
+    ]  # fmt: skip
+    svg = figures.draw_speculative(report, ".svg")
+    assert svg == figures.draw_speculative(report, ".svg") and b"</svg>" in svg
+
+
 def test_without_drafting_methods_no_accelerator_is_loaded(
     run: Run, prompt_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -662,6 +684,8 @@ def test_without_drafting_methods_no_accelerator_is_loaded(
         (["--max-new-tokens", "-1"], "max_new_tokens=-1 is not allowed"),
         (["--prompts", "nosuch"], "no prompt set and no file 'nosuch'"),
         (["--output", "."], "is a folder"),
+        (["--plot", "r.jpeg"], "r.jpeg has no ending of a figure"),
+        (["--plot", "r.png", "--methods", "multirate"], "--plot shows speed-ups against plain"),
         (["--by-category"], "No row of prompts.jsonl has a category"),
         (["--accelerator", "none"], "'multirate' needs an accelerator"),
     ],

@@ -1,7 +1,4 @@
-"""The figures, drawn from an analysis's numbers alone.
-
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers and labels repeat them.
-"""
+"""The figures, drawn from an analysis's numbers alone."""
 
 from __future__ import annotations
 
@@ -14,25 +11,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#7F7F7F"
+from multirate.bench.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    STYLE,
+    label_panel,
+    titled_figure,
+)
 
-_STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E5E5E5",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5.5,
-    "legend.frameon": False,
-    "svg.hashsalt": "multirate",
-    "svg.fonttype": "none",
-}
 _CLASS_COLOURS = {
     "prompt": GREY, "word start": BLUE, "word piece": SKY, "digits": GREEN,
     "punctuation": ORANGE, "line breaks, special": PINK, "all": BLACK,
@@ -52,7 +44,7 @@ def draw(name: str, numbers: dict[str, Any], suffixes: Sequence[str]) -> dict[st
         suffixes: of the formats wanted, such as ".png".
     """
     files = {}
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = _DRAW[name](numbers[name], _subtitle(numbers))
         for suffix in suffixes:
             file = io.BytesIO()
@@ -74,26 +66,6 @@ def _subtitle(numbers: dict[str, Any]) -> str:
     )
 
 
-def _figure(
-    title: str,
-    subtitle: str,
-    *,
-    rows: int = 1,
-    columns: int = 2,
-    size: tuple[float, float] = (11, 4.8),
-) -> tuple[Figure, list[Axes]]:
-    """Panels below a title and a subtitle of one line or more."""
-    width, height = size
-    top = 0.5 + 0.2 * len(subtitle.splitlines())  # inches
-    figure = Figure(figsize=size)
-    figure.set_layout_engine("constrained", rect=(0, 0, 1, 1 - top / height))
-    axes = figure.subplots(rows, columns, squeeze=False)
-    left = 0.12 / width
-    figure.text(left, 1 - 0.12 / height, title, va="top", fontsize=13, fontweight="bold")
-    figure.text(left, 1 - 0.42 / height, subtitle, va="top", fontsize=9.5, color="#444444")
-    return figure, list(axes.flat)
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
@@ -102,19 +74,13 @@ def _whole_numbers(axis: Axes) -> None:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _panel(axis: Axes, title: str, x: str, y: str) -> None:
-    axis.set_title(title)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-
-
 # ------------------------------------------------------------------------------ the five figures
 
 
 def _velocity(numbers: dict[str, Any], subtitle: str) -> Figure:
     count = numbers["classes"]["all"]["positions"]
     source = subtitle.split(";")[0]
-    figure, (turn, stretch, final) = _figure(
+    figure, (turn, stretch, final) = titled_figure(
         "Residual velocity: how far each layer moves the residual stream",
         f"{source}; mean over {count:,} positions, by the token that the position reads",
         columns=3, size=(14, 4.9),
@@ -128,10 +94,10 @@ def _velocity(numbers: dict[str, Any], subtitle: str) -> Figure:
         turn.plot(range(1, n + 1), row["direction_change"], **style)
         stretch.plot(range(1, n + 1), row["norm_ratio"], **style)
         final.plot(range(n + 1), row["cosine_to_final"], **style)
-    _panel(turn, "Change of direction", "layer i", "1 - cos(h$_{i-1}$, h$_i$)")
-    _panel(stretch, "Change of norm", "layer i", "|h$_i$| / |h$_{i-1}$| (log scale)")
-    _panel(final, "Cosine to the final state", "state after layer i (0 = embedding)",
-           "cos(h$_i$, h$_N$)")  # fmt: skip
+    label_panel(turn, "Change of direction", "layer i", "1 - cos(h$_{i-1}$, h$_i$)")
+    label_panel(stretch, "Change of norm", "layer i", "|h$_i$| / |h$_{i-1}$| (log scale)")
+    label_panel(final, "Cosine to the final state", "state after layer i (0 = embedding)",
+                "cos(h$_i$, h$_N$)")  # fmt: skip
     for axis in (turn, stretch, final):
         _whole_numbers(axis)
     turn.set_ylim(bottom=0)
@@ -145,7 +111,7 @@ def _velocity(numbers: dict[str, Any], subtitle: str) -> Figure:
 
 def _rates(numbers: dict[str, Any], subtitle: str) -> Figure:
     starts = numbers["starts"]
-    figure, axes = _figure(
+    figure, axes = titled_figure(
         f"Rate: {_count(numbers['layers'], 'lean layer')} aiming ever further ahead",
         f"{subtitle}\nHeld fixed: {numbers['parameters']:,} parameters, text, steps, seed. "
         f"Rate R aims layer i of the stack at h$_{{E+iR}}$.",
@@ -167,8 +133,10 @@ def _rates(numbers: dict[str, Any], subtitle: str) -> Figure:
             ("readout_agreement", "the same, linear map to h$_N$ first", GREEN, "^", "-"),
             ("state_agreement", "the target itself with the model", GREY, "x", "--"),
         ])  # fmt: skip
-        _panel(cosine, f"Cosine, {where}", "rate R, and the state aimed at", "cosine (held out)")
-        _panel(
+        label_panel(
+            cosine, f"Cosine, {where}", "rate R, and the state aimed at", "cosine (held out)"
+        )
+        label_panel(
             agreement,
             f"Same next token, {where}",
             "rate R, and the state aimed at",
@@ -192,7 +160,7 @@ def _series(axis: Axes, rates: Sequence[dict[str, Any]],
 
 
 def _alignment(numbers: dict[str, Any], subtitle: str) -> Figure:
-    figure, (cosine, agreement, price) = _figure(
+    figure, (cosine, agreement, price) = titled_figure(
         "What reaches the final state at every exit, and what it costs to train",
         subtitle, columns=3, size=(15.5, 5.2),
     )  # fmt: skip
@@ -208,8 +176,8 @@ def _alignment(numbers: dict[str, Any], subtitle: str) -> Figure:
                       marker="*", markersize=14, linestyle="none", label="trained accelerator",
                       zorder=6)  # fmt: skip
     for axis, what in ((cosine, "cosine with h$_N$"), (agreement, "same next token as the model")):
-        _panel(axis, what[0].upper() + what[1:], "depth: layers run one after another",
-               "mean over held-out positions")  # fmt: skip
+        label_panel(axis, what[0].upper() + what[1:], "depth: layers run one after another",
+                    "mean over held-out positions")  # fmt: skip
         axis.set_ylim(-0.04, 1.02)
         axis.set_xlim(left=0)
         axis.set_xticks(sorted({0, *numbers["exits"]}))
@@ -233,13 +201,13 @@ def _bars(axis: Axes, rows: Sequence[dict[str, Any]]) -> None:
     axis.grid(axis="y", visible=False)
     for place, value in enumerate(values):
         axis.text(value * 1.15, place, _short(value), va="center", fontsize=9)
-    _panel(axis, "Trained parameters", "parameters (log scale)", "")
+    label_panel(axis, "Trained parameters", "parameters (log scale)", "")
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
 
 
 def _ranks(numbers: dict[str, Any], subtitle: str) -> Figure:
     rows, targets = numbers["ranks"], numbers["targets"]
-    figure, axes = _figure(
+    figure, axes = titled_figure(
         f"Adapter rank: {_count(len(targets), 'lean layer')} from h$_{{{numbers['start']}}}$ to h$_N$",
         subtitle, size=(11, 4.9),
     )  # fmt: skip
@@ -253,7 +221,7 @@ def _ranks(numbers: dict[str, Any], subtitle: str) -> Figure:
         ):  # fmt: skip
             values = [row[kind][key] for row in rows]
             axis.plot(ranks, values, color=colour, marker=marker, label=label)
-        _panel(axis, what, "adapter rank (parameters of the stack)", f"{key} (held out)")
+        label_panel(axis, what, "adapter rank (parameters of the stack)", f"{key} (held out)")
         axis.set_xscale("log", base=2)
         axis.set_xticks(ranks, [f"{r['rank']}\n({_short(r['parameters'])})" for r in rows],
                         fontsize=9)  # fmt: skip
@@ -265,7 +233,7 @@ def _ranks(numbers: dict[str, Any], subtitle: str) -> Figure:
 
 def _costs(numbers: dict[str, Any], subtitle: str) -> Figure:
     k, context = numbers["layers"], numbers["context"]
-    figure, axes = _figure(
+    figure, axes = titled_figure(
         f"Cost of a {k}-layer accelerated stream, a token",
         f"{subtitle.split(';')[0]}; lean layers of rank {numbers['lean_rank']}, {context:,} tokens of "
         f"context, {numbers['number_bytes']} bytes a number; LM head left out",
@@ -280,7 +248,7 @@ def _costs(numbers: dict[str, Any], subtitle: str) -> Figure:
         above, below = axes[place], axes[3 + place]
         y = [row[key] / scale for row in numbers["heads"]]
         above.plot(heads, y, color=BLUE, marker="o", label="lean")
-        _panel(above, f"{title} against heads kept", "query heads of a lean layer", unit)
+        label_panel(above, f"{title} against heads kept", "query heads of a lean layer", unit)
         _whole_numbers(above)
         for kind, label, colour, marker in (
             ("scored", "lean, chosen by score", BLUE, "o"),
@@ -288,8 +256,12 @@ def _costs(numbers: dict[str, Any], subtitle: str) -> Figure:
         ):
             y = [row[kind][key] / scale for row in numbers["attended"]]
             below.plot(attended, y, color=colour, marker=marker, label=label)
-        _panel(below, f"{title} against attended tokens",
-               f"tokens attended ({_count(numbers['attended_at_heads'], 'head')})", unit)  # fmt: skip
+        label_panel(
+            below,
+            f"{title} against attended tokens",
+            f"tokens attended ({_count(numbers['attended_at_heads'], 'head')})",
+            unit,
+        )
         below.set_xscale("log", base=2)
         below.set_xticks(attended, [str(a) for a in attended])
         below.minorticks_off()

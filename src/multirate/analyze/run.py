@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -46,19 +45,6 @@ Progress = Callable[[str, float], None]  # what is being done, share of all work
 def output_files(figures: tuple[str, ...] = FIGURES) -> tuple[str, ...]:
     """Names of the files that an analysis writes."""
     return (NUMBERS_FILE, *(f"{name}{suffix}" for name in figures for suffix in SUFFIXES))
-
-
-def require_matplotlib() -> None:
-    """Refuse before anything slow if figures cannot be drawn.
-
-    Raises:
-        MultirateError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise MultirateError(
-            "Figures need matplotlib, which is not installed. Install it with: "
-            "pip install 'multirate[plots]'"
-        )
 
 
 def require_output(folder: Path, figures: tuple[str, ...], *, overwrite: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import uuid
 from pathlib import Path
 
 from multirate.config.errors import MultirateError
+
+FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 _FIX = "Choose a file in a folder that you may write to."
 
@@ -25,8 +28,36 @@ def require_writable(path: Path) -> None:
         raise MultirateError(f"{path} cannot be written: {folder} is no writable folder. {_FIX}")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file, replacing one that is there; its folders are made.
+def require_matplotlib() -> None:
+    """Refuse before anything slow if figures cannot be drawn.
+
+    Raises:
+        MultirateError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MultirateError(
+            "Figures need matplotlib, which is not installed. Install it with: "
+            "pip install 'multirate[plots]'"
+        )
+
+
+def require_figure(path: Path) -> None:
+    """Check that a figure can be drawn into a file.
+
+    Raises:
+        MultirateError: no format that is drawn, no matplotlib, or a path that cannot be written.
+    """
+    if path.suffix not in FIGURE_SUFFIXES:
+        raise MultirateError(
+            f"{path} has no ending of a figure that can be drawn. Give one of "
+            f"{', '.join(FIGURE_SUFFIXES)}."
+        )
+    require_matplotlib()
+    require_writable(path)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8, replacing one that is there; its folders are made.
 
     Raises:
         MultirateError: it cannot be written; what was there before is there still.
@@ -34,8 +65,8 @@ def write_whole(path: Path, text: str) -> None:
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(new, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)

@@ -50,6 +50,17 @@ class SpeculativeOptions:
     def needs_accelerator(self) -> bool:
         return any(METHODS[name].needs_accelerator for name in self.methods)
 
+    def require_plain(self, option: str) -> None:
+        """Check that plain decoding, which speed-ups are measured against, is among the methods.
+
+        Raises:
+            MultirateError: it is not; `option` is what asked for it.
+        """
+        if "plain" not in self.methods:
+            raise MultirateError(
+                f"{option} shows speed-ups against plain decoding: add 'plain' to --methods."
+            )
+
     def require_accelerator(self, there: bool) -> None:
         """Check that there is an accelerator if a method needs one.
 

@@ -65,8 +65,9 @@ def analyze(
     from multirate.analyze.run import (
         analyze as run,
     )
-    from multirate.analyze.run import require_matplotlib, require_output, write_analysis
+    from multirate.analyze.run import require_output, write_analysis
     from multirate.analyze.tasks import AnalysisOptions
+    from multirate.bench.files import require_matplotlib
     from multirate.decode.engine import load
 
     # Everything that can be refused is refused before anything slow starts.

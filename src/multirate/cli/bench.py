@@ -87,10 +87,14 @@ def speculative(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="also save the JSON to this file")
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="also draw speed-up and acceptance length"),
+    ] = None,
 ) -> None:
     """Greedy decoding of the same prompts by several methods: speed, acceptance, agreement."""
     import multirate
-    from multirate.bench.files import require_writable, write_whole
+    from multirate.bench.files import require_figure, require_writable, write_whole
     from multirate.bench.options import SpeculativeOptions, reads_gguf
     from multirate.bench.prompts import read_prompts
     from multirate.bench.speculative import bench_speculative
@@ -105,6 +109,9 @@ def speculative(
         prompt_set.require_categories()
     if output is not None:
         require_writable(output)
+    if plot is not None:
+        require_figure(plot)
+        options.require_plain("--plot")
     chosen = None
     if options.needs_accelerator or accelerator is not None:
         chosen = accelerator_for(model, accelerator)
@@ -122,6 +129,11 @@ def speculative(
     if output is not None:
         write_whole(output, json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
         note(f"saved {output}")
+    if plot is not None:
+        from multirate.bench.figures import draw_speculative
+
+        write_whole(plot, draw_speculative(report.to_dict(), plot.suffix))
+        note(f"saved {plot}")
     if as_json:
         write_json(report.to_dict())
     else:
