@@ -1,6 +1,6 @@
 """Speculative against plain decoding, greedy, over a whole prompt set in batches.
 
-    python scripts/check_lossless.py [--dtype float32] [--prompts mt_bench] [--max-new-tokens 128]
+    python scripts/check_lossless.py [--model smollm2-135m] [--dtype float32] [--prompts mt_bench] [--max-new-tokens 128]
 
 Prints how many prompts give the same token ids, and the mean acceptance length at a fixed number of
 drafts. Batches make it several times faster than `multirate bench`, which times one prompt at a time;
@@ -10,16 +10,16 @@ rows of a batch differ in length and in how many drafts they accept.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import multirate
 from multirate.bench.prompts import read_prompts
 from multirate.decode.compare import compare_outputs
 
-MODEL = "smollm2-135m"
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--accelerator", default="default", help="folder; default: what ships")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", default="mt_bench")
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
-    engine = multirate.load(MODEL, args.accelerator, dtype=args.dtype)
+    engine = multirate.load(args.model, args.accelerator, dtype=args.dtype)
     prompts = [engine.encode(row.content, raw=row.raw) for row in read_prompts(args.prompts).rows]
     # Prompts of similar length share a batch: less padding in its prefill.
     prompts.sort(key=len)
@@ -54,7 +54,7 @@ def main() -> None:
         print(f"{done} of {len(prompts)} prompts: {counts}", flush=True)
     rates = ", ".join(f"{a / drafts:.3f}" for a in at)
     print(
-        f"{MODEL}, {args.dtype}, greedy, {args.max_new_tokens} new tokens, "
+        f"{Path(args.model).name}, {args.dtype}, greedy, {args.max_new_tokens} new tokens, "
         f"{args.num_draft_tokens} drafts: mean acceptance length {1 + accepted / drafts:.3f}; "
         f"accepted up to position 1, 2, ...: {rates}"
     )
