@@ -1,6 +1,6 @@
 """Speculative against plain decoding, greedy, over a whole prompt set in batches.
 
-    python scripts/check_lossless.py [--model smollm2-135m] [--dtype float32] [--prompts mt_bench] [--max-new-tokens 128]
+    python scripts/check_lossless.py [--model smollm2-135m] [--dtype float32] [--prompts mt_bench]
 
 Prints how many prompts give the same token ids, and the mean acceptance length at a fixed number of
 drafts. Batches make it several times faster than `multirate bench`, which times one prompt at a time;
