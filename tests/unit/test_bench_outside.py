@@ -16,6 +16,7 @@ from tiny_models import MAX_POSITIONS, VOCABULARY
 from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import read_prompts
+from multirate.bench.registry import Output
 from multirate.bench.speculative import bench_speculative
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
@@ -49,8 +50,8 @@ class FakeLlama:
     def reset(self) -> None:
         self.kept = 0
 
-    def generate(self, tokens: list[int], *, temp: float) -> Iterator[int]:
-        self.calls.append((list(tokens), temp, self.kept))
+    def generate(self, tokens: list[int], **sampling: float) -> Iterator[int]:
+        self.calls.append((list(tokens), sampling, self.kept))
         token = tokens[-1]
         while True:
             self.kept += 1
@@ -106,12 +107,13 @@ def test_llama_cpp_gets_the_ids_and_the_threads(
             assert found == [(ids[-1] + STEP * i) % VOCABULARY for i in range(1, 5)]
     threads = torch.get_num_threads()
     common = {"n_ctx": 3 + NEW, "n_threads": threads, "n_threads_batch": threads,
-              "n_gpu_layers": 0, "verbose": False}  # fmt: skip
+              "n_gpu_layers": 0, "seed": 1, "verbose": False}  # fmt: skip
     assert llama.made[0].settings == common
     drafts = llama.made[1].settings.pop("draft_model")
     assert llama.made[1].settings == common and drafts.num_pred_tokens == 10
-    for made in llama.made:  # greedy, and nothing is left of the prompt before
-        assert made.calls == [([5, 6], 0.0, 0), ([7, 8, 9], 0.0, 0)]
+    greedy = {"temp": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for made in llama.made:  # nothing is left of the prompt before
+        assert made.calls == [([5, 6], greedy, 0), ([7, 8, 9], greedy, 0)]
 
 
 def test_llama_cpp_stops_where_ours_stops(
@@ -166,3 +168,35 @@ def test_what_is_missing_is_told(
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
     with pytest.raises(MultirateError, match="pip install llama-cpp-python"):
         SpeculativeOptions(("llama.cpp",), gguf=gguf)
+
+
+def test_sampling_is_from_the_whole_distribution(
+    engine: Engine, llama: type[FakeLlama], gguf: Path, tmp_path: Path
+) -> None:
+    ids, temperature = [40, 41, 42], 2.0
+    names = ("plain", "transformers", "transformers-lookup", "llama.cpp", "multirate")
+    settings = SpeculativeOptions(names, NEW, gguf=gguf, temperature=temperature)
+    state = torch.random.get_rng_state()
+    runs = {name: METHODS[name].make(engine, settings) for name in names}
+    for name in names:
+        runs[name].prepare([ids])
+        first = runs[name].run(ids, NEW)
+        assert len(first.token_ids) == NEW and runs[name].run(ids, NEW) == first  # seeds are fixed
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert runs["plain"].run(ids, NEW) == Output(
+        engine.generate(ids, temperature=temperature, seed=1, strategy="plain",
+                        max_new_tokens=NEW).token_ids
+    )  # fmt: skip
+    assert llama.made[0].calls[0][1] == {"temp": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    logits = engine.base.model(torch.tensor([ids])).logits[0, -1]
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1)
+    assert runs["transformers"].run(ids, 1).token_ids == drawn.tolist()
+    prompts = read_prompts(write(tmp_path, {"prompt": "AB"}))
+    report = bench_speculative(engine, prompts, SpeculativeOptions(("plain",), temperature=0.5))
+    assert report.methods["plain"].identical is None
+    assert report.provenance["temperature"] == 0.5
+    assert report.provenance["decoding"] == "temperature 0.5, seed 1, one prompt at a time"
+    with pytest.raises(MultirateError, match=r"temperature=-1.0 is not allowed"):
+        SpeculativeOptions(temperature=-1)

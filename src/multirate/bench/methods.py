@@ -2,7 +2,8 @@
 
 Those of our own engine are here, other engines in `outside`.
 
-All of them get the same token ids and decode greedily up to the same limits; all of a call is timed.
+All of them get the same token ids, and decode at the same temperature and up to the same limits;
+all of a call is timed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
 
 def _plain(engine: Engine, settings: SpeculativeOptions) -> Method:
     """Our engine without drafts: what every speedup is measured against."""
-    options = GenerationOptions(strategy="plain")
+    options = GenerationOptions(strategy="plain", **settings.sampling)
     return Method(lambda ids, new: _output(engine.generate(ids, options, max_new_tokens=new)))
 
 
 def _multirate(engine: Engine, settings: SpeculativeOptions) -> Method:
     """Our engine with the accelerator's drafts."""
-    options = draft_options(settings.num_draft_tokens)
+    options = draft_options(settings)
 
     def prepare(prompts: Sequence[list[int]]) -> None:
         if settings.num_draft_tokens is None:
@@ -48,15 +49,17 @@ METHODS: dict[str, Entry] = {
 }
 
 
-def draft_options(num_draft_tokens: int | None) -> GenerationOptions:
-    """Options of speculative decoding with a fixed number of drafts, or None for the chosen one.
+def draft_options(settings: SpeculativeOptions) -> GenerationOptions:
+    """Options of speculative decoding with the number of drafts and the temperature asked for.
 
     Raises:
         MultirateError: fewer than one draft.
     """
-    longest = max(GenerationOptions.max_draft_tokens, num_draft_tokens or 0)
     return GenerationOptions(
-        strategy="speculative", num_draft_tokens=num_draft_tokens, max_draft_tokens=longest
+        strategy="speculative",
+        num_draft_tokens=settings.num_draft_tokens,
+        max_draft_tokens=max(GenerationOptions.max_draft_tokens, settings.num_draft_tokens or 0),
+        **settings.sampling,
     )
 
 

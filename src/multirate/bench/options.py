@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from multirate.bench.methods import METHODS, draft_options, require_methods
+from multirate.bench.statistics import SEED
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 
@@ -20,6 +22,7 @@ class SpeculativeOptions:
         max_new_tokens: most tokens a prompt; an end-of-sequence token may end it earlier.
         num_draft_tokens: drafts a step; None for the number that the measured step costs suggest.
         gguf: the model as a file that llama.cpp reads; for its methods only.
+        temperature: 0 for greedy decoding; above, every method samples from the whole distribution.
         by_category: also sum up each category of prompts on its own.
 
     Raises:
@@ -31,12 +34,13 @@ class SpeculativeOptions:
     max_new_tokens: int = 128
     num_draft_tokens: int | None = None
     gguf: Path | None = None
+    temperature: float = 0.0
     by_category: bool = False
 
     def __post_init__(self) -> None:
         require_methods(self.methods)
-        GenerationOptions(max_new_tokens=self.max_new_tokens)
-        draft_options(self.num_draft_tokens)
+        GenerationOptions(max_new_tokens=self.max_new_tokens, **self.sampling)
+        draft_options(self)
         for name in self.methods:
             METHODS[name].check(self)
         if self.gguf is not None and not reads_gguf(self.methods):
@@ -45,6 +49,11 @@ class SpeculativeOptions:
                 f"{self.gguf} was given (--gguf), and no method reads it. Name one (--methods): "
                 f"{readers}."
             )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Of our own engine's options, those that say how a token is chosen."""
+        return {"temperature": self.temperature, "seed": SEED if self.temperature else None}
 
     @property
     def needs_accelerator(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from multirate.bench.registry import Entry, Method, Output
+from multirate.bench.statistics import SEED
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models import hf
@@ -27,32 +28,45 @@ LOOKUP_TOKENS = 10  # drafts a step of prompt lookup, as its author and both lib
 
 def _transformers(engine: Engine, settings: SpeculativeOptions) -> Method:
     """The stock `model.generate` with its own default cache."""
-    return _generate(engine)
+    return _generate(engine, settings)
 
 
 def _transformers_lookup(engine: Engine, settings: SpeculativeOptions) -> Method:
     """`model.generate` with prompt lookup: drafts are what followed the same tokens before."""
-    return _generate(engine, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+    return _generate(engine, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
-def _generate(engine: Engine, **drafting: Any) -> Method:
+def _generate(engine: Engine, settings: SpeculativeOptions, **drafting: Any) -> Method:
     model, context = engine.base.model, engine.base.context_length
+    sampling: dict[str, Any] = {"do_sample": False}
+    if settings.temperature:  # without the limits that transformers sets by itself
+        sampling = {
+            "do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0,
+        }  # fmt: skip
+    cuda = [engine.base.device] if engine.base.device.type == "cuda" else []
 
     def run(ids: list[int], new: int) -> Output:
         eos = sorted(engine.eos_token_ids)
         input_ids = torch.tensor([ids], device=engine.base.device)
         config = GenerationConfig(
-            do_sample=False,
+            **sampling,
             max_new_tokens=min(new, context - len(ids)),
             eos_token_id=eos or None,
             pad_token_id=eos[0] if eos else 0,  # never written: a batch of one needs no padding
             **drafting,
         )
         # Whatever the arguments leave open comes from the model's own generation config, repetition
-        # penalties included: with that it would not be greedy decoding of the same model.
+        # penalties included: with that it would not be the same way to decode.
         own, model.generation_config = model.generation_config, GenerationConfig()
         try:
-            with hf.quiet(), warnings.catch_warnings(action="ignore"):
+            with (
+                hf.quiet(),
+                warnings.catch_warnings(action="ignore"),
+                torch.random.fork_rng(
+                    devices=cuda
+                ),  # whoever calls keeps a random state of their own
+            ):
+                torch.manual_seed(SEED)
                 output = model.generate(
                     input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
                 )
@@ -64,7 +78,7 @@ def _generate(engine: Engine, **drafting: Any) -> Method:
 
 
 class _LlamaCpp:
-    """llama.cpp on a GGUF file; greedy.
+    """llama.cpp on a GGUF file.
 
     Raises:
         MultirateError: llama-cpp-python is not installed; by `prepare`: the file is not one that
@@ -74,6 +88,10 @@ class _LlamaCpp:
     def __init__(self, engine: Engine, settings: SpeculativeOptions, *, lookup: bool) -> None:
         self.library = llama_cpp()
         self.engine, self.settings, self.lookup = engine, settings, lookup
+        # Without the limits that it sets by itself; at temperature 0 it reads none of them.
+        self.sampling = {
+            "temp": settings.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+        }  # fmt: skip
 
     def prepare(self, prompts: Sequence[list[int]]) -> None:
         """Load the model, with a context that holds the longest prompt and its new tokens."""
@@ -92,6 +110,7 @@ class _LlamaCpp:
                 n_threads=threads,
                 n_threads_batch=threads,
                 n_gpu_layers=-1 if base.device.type == "cuda" else 0,
+                seed=SEED,
                 verbose=False,
                 **drafting,
             )
@@ -107,7 +126,7 @@ class _LlamaCpp:
         self.llama.reset()  # or it would keep what two prompts begin with in common
         eos, tokens = self.engine.eos_token_ids, []
         room = min(new, self.engine.base.context_length - len(ids))
-        for token in islice(self.llama.generate(ids, temp=0.0), room):
+        for token in islice(self.llama.generate(ids, **self.sampling), room):
             tokens.append(token)
             if token in eos:
                 break

@@ -27,7 +27,15 @@ from multirate.bench.outside import llama_cpp
 from multirate.bench.prompts import PromptSet
 from multirate.bench.provenance import provenance, without_folders
 from multirate.bench.registry import Method, Output
-from multirate.bench.statistics import CONFIDENCE, HIGH, LOW, RESAMPLES, Spread, median_interval
+from multirate.bench.statistics import (
+    CONFIDENCE,
+    HIGH,
+    LOW,
+    RESAMPLES,
+    SEED,
+    Spread,
+    median_interval,
+)
 from multirate.decode.compare import Comparison, compare_outputs, near_tie_tolerance
 from multirate.decode.costs import synchronizer
 from multirate.decode.engine import Engine
@@ -62,8 +70,8 @@ class MethodSummary:
         speedup_vs_plain_ci: low and high; None for a single prompt too.
         speedup_vs_transformers: the same way; not part of the JSON.
         speculation: of all prompts together; None for a method without drafts.
-        identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured, or
-            the method runs weights of its own.
+        identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured, the
+            tokens were drawn at random, or the method runs weights of its own.
         near_ties: prompts whose first different token was about as likely as plain decoding's.
         differences: all others.
     """
@@ -181,7 +189,7 @@ def bench_speculative(
         provenance=_provenance(engine, prompts, options, accelerator),
         prompts=len(ids),
         new_tokens=options.max_new_tokens,
-        methods=summarise(samples, compare(engine, ids, samples)),
+        methods=summarise(samples, {} if options.temperature else compare(engine, ids, samples)),
         categories=summarise_categories(samples, prompts) if options.by_category else None,
     )
 
@@ -316,7 +324,8 @@ def _provenance(
         "model": without_folders(str(base.config.name_or_path)),
         "accelerator": accelerator and without_folders(accelerator),
         "prompt_set": {"name": prompts.name, "sha256": prompts.sha256, "first": len(prompts.rows)},
-        "decoding": "greedy, one prompt at a time",
+        "decoding": f"{_choice(options)}, one prompt at a time",
+        "temperature": options.temperature,
         **({} if options.gguf is None else _llama_cpp(options.gguf)),
         "num_draft_tokens": options.num_draft_tokens or "from measured step costs",
         "timing": "wall clock of the whole call, prefill included; methods interleaved per prompt",
@@ -325,6 +334,12 @@ def _provenance(
         f"ci: {CONFIDENCE:.0%} bootstrap interval of that median, {RESAMPLES} resamples",
         "near_tie_tolerance": near_tie_tolerance(base.dtype),
     }
+
+
+def _choice(options: SpeculativeOptions) -> str:
+    if not options.temperature:
+        return "greedy"
+    return f"temperature {options.temperature:g}, seed {SEED}"
 
 
 def _llama_cpp(gguf: Path) -> dict[str, Any]:

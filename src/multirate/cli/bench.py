@@ -77,6 +77,9 @@ def speculative(
             help="the model for llama.cpp; default: the embedded model's own file",
         ),
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="0 for greedy decoding; above, outputs are not compared")
+    ] = 0.0,
     by_category: Annotated[
         bool,
         typer.Option("--by-category", help="also speed-up and acceptance by prompts' category"),
@@ -92,7 +95,7 @@ def speculative(
         typer.Option(metavar="FILE.png", help="also draw speed-up and acceptance length"),
     ] = None,
 ) -> None:
-    """Greedy decoding of the same prompts by several methods: speed, acceptance, agreement."""
+    """Decode the same prompts by several methods: speed, acceptance, agreement."""
     import multirate
     from multirate.bench.files import require_figure, require_writable, write_whole
     from multirate.bench.options import SpeculativeOptions, reads_gguf
@@ -103,7 +106,9 @@ def speculative(
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
     if gguf is None and model == EMBEDDED_NAME and reads_gguf(names):
         gguf = embedded_gguf()
-    options = SpeculativeOptions(names, max_new_tokens, num_draft_tokens, gguf, by_category)
+    options = SpeculativeOptions(
+        names, max_new_tokens, num_draft_tokens, gguf, temperature, by_category
+    )
     prompt_set = read_prompts(prompts, limit=limit)
     if by_category:
         prompt_set.require_categories()
@@ -219,8 +224,8 @@ def show(report: SpeculativeReport, console: Console) -> None:
     source = report.provenance
     machine = source["machine"]
     table = Table(
-        title=f"{source['model']}, {source['dtype']}, greedy, {report.prompts} prompts x "
-        f"{report.new_tokens} new tokens",
+        title=f"{source['model']}, {source['dtype']}, {source['decoding'].split(',')[0]}, "
+        f"{report.prompts} prompts x {report.new_tokens} new tokens",
         title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,  # all columns fit in 80 characters
