@@ -188,11 +188,12 @@ def test_sampling_is_from_the_whole_distribution(
                         max_new_tokens=NEW).token_ids
     )  # fmt: skip
     assert llama.made[0].calls[0][1] == {"temp": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    logits = engine.base.model(torch.tensor([ids])).logits[0, -1]
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1)
-    assert runs["transformers"].run(ids, 1).token_ids == drawn.tolist()
+    for last in range(10, 30):  # some of them draw a token that is not among the 50 likeliest
+        logits = engine.base.model(torch.tensor([[*ids, last]])).logits[0, -1]
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1)
+        assert runs["transformers"].run([*ids, last], 1).token_ids == drawn.tolist()
     prompts = read_prompts(write(tmp_path, {"prompt": "AB"}))
     report = bench_speculative(engine, prompts, SpeculativeOptions(("plain",), temperature=0.5))
     assert report.methods["plain"].identical is None
