@@ -16,7 +16,7 @@ from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode import loop
 from multirate.decode.costs import DraftLength, StepCosts, measure_costs
-from multirate.decode.drafter import Draft
+from multirate.decode.drafter import Draft, Drafter
 from multirate.decode.engine import Engine
 from multirate.decode.sampling import Sampler
 from multirate.models.base import BaseModel
@@ -49,10 +49,8 @@ def test_greedy_is_lossless_in_batches(model: str, preset: str) -> None:
     assert plain[2].token_ids[:end] == ids[:end]
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts what plain decoding writes, except where `wrong` says; acceptance is then known."""
-
-    carry_layers: Sequence[int] = ()
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], wrong: set[int]) -> None:
         self.outputs, self.wrong = outputs, wrong
@@ -234,7 +232,8 @@ def test_a_draft_ends_when_the_drafter_is_not_sure() -> None:
     engine = engine_for("llama")
     asked: list[tuple[int, float]] = []
 
-    def go_on(drafted: int, chance: float) -> bool:
+    def go_on(drafted: int, chance: float | None) -> bool:
+        assert chance is not None
         asked.append((drafted, chance))
         return drafted < 2
 
@@ -245,7 +244,8 @@ def test_a_draft_ends_when_the_drafter_is_not_sure() -> None:
         _, states = loop.prefill(base, [[5, 6, 7], [8, 9]], arena, drafter.carry_layers)
         draft = drafter.draft(
             torch.tensor([3, 4]), [3, 2], states, arena,
-            count=5, sampler=Sampler(GenerationOptions(), device="cpu"), go_on=go_on,
+            ids=[[5, 6, 7, 3], [8, 9, 4]], count=5,
+            sampler=Sampler(GenerationOptions(), device="cpu"), go_on=go_on,
         )  # fmt: skip
     assert draft.tokens.shape == (2, 2)
     assert [n for n, _ in asked] == [1, 2]

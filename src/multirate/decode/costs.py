@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from statistics import median
 
 import torch
@@ -89,7 +90,7 @@ class DraftLength:
     Args:
         costs: measured on this device; None with `fixed`.
         max_drafts: upper limit.
-        prior: the accelerator's held-out acceptance of draft i given those before it.
+        prior: expected acceptance of draft i given those before it.
         fixed: always this many drafts, whatever they cost.
     """
 
@@ -134,17 +135,21 @@ class DraftLength:
             return self.fixed
         return self.max_drafts if self.best()[0] > 0 else 0
 
-    def go_on(self, drafted: int, chance: float) -> bool:
+    def go_on(self, drafted: int, chance: float | None) -> bool:
         """Whether one more draft pays: its expected tokens against what its time yields otherwise.
 
         Args:
             drafted: drafts made so far in this cycle, fewer than `max_drafts`.
-            chance: that all of them are accepted, by the drafter's own confidence.
+            chance: that all of them are accepted, by the drafter's own confidence; None for what
+                was seen so far.
         """
         if self.fixed is not None:
             return True
         assert self.costs is not None
-        return chance * self.acceptance()[drafted] > self.best()[1] * self.costs.one_more
+        acceptance = self.acceptance()
+        if chance is None:
+            chance = prod(acceptance[:drafted])
+        return chance * acceptance[drafted] > self.best()[1] * self.costs.one_more
 
     def update(self, outcomes: Sequence[tuple[int, int]]) -> None:
         """Learn from one cycle: (drafted, accepted) of each row."""

@@ -7,9 +7,9 @@ Shapes: R rows, k drafts, D hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,30 +18,56 @@ from multirate.decode.sampling import Sampler
 from multirate.models.arena import KVArena
 from multirate.streams.accelerator import Accelerator, Carried
 
+# Whether one more draft pays, given the number made so far and the drafter's own chance that all of
+# them are right (None: it has no opinion). See `DraftLength.go_on`.
+GoOn = Callable[[int, float | None], bool]
+
 
 @dataclass(frozen=True, eq=False)
 class Draft:
     """Guesses for the tokens after the last one of each row.
 
     Attributes:
-        tokens: LongTensor `[R, k]`.
+        tokens: LongTensor `[R, k]`; k = 0 where nothing was guessed.
         probs: float32 `[R, k, Vd]`, the distributions the tokens were drawn from; None where they
             were not drawn at random.
         ids: LongTensor `[Vd]`, token ids of the columns of `probs`; None where Vd is the vocabulary.
+        lengths: how many of the k are the row's drafts, the rest is padding; None for all. As for
+            `accept_sampled`, it may not depend on the value of a draft that is left out.
     """
 
     tokens: Tensor
     probs: Tensor | None = None
     ids: Tensor | None = None
+    lengths: list[int] | None = None
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """What the generation loop asks of a drafter."""
 
     @property
     def carry_layers(self) -> Sequence[int]:
         """Slow states of the last verified position that `draft` wants."""
+        return ()
 
+    @property
+    def expected_acceptance(self) -> Sequence[float]:
+        """Expected acceptance of draft i given those before it; empty if nothing is known."""
+        return ()
+
+    def start(self, *, rows: int, max_len: int) -> Drafter:
+        """The drafter of one generation: itself, unless it keeps a state from step to step.
+
+        Args:
+            rows: prompts in the batch.
+            max_len: most tokens of a row, drafts included.
+        """
+        return self
+
+    def keep(self, rows: Sequence[int]) -> None:  # noqa: B027  (most drafters keep nothing)
+        """Keep the state of these rows only, in this order; the others have ended."""
+
+    @abstractmethod
     def draft(
         self,
         last: Tensor,
@@ -49,9 +75,10 @@ class Drafter(Protocol):
         states: dict[int, Tensor],
         arena: KVArena,
         *,
+        ids: Sequence[Sequence[int]],
         count: int,
         sampler: Sampler,
-        go_on: Callable[[int, float], bool],
+        go_on: GoOn,
     ) -> Draft:
         """Guess up to `count` tokens for each row.
 
@@ -60,6 +87,7 @@ class Drafter(Protocol):
             lengths: verified slots of each row; `last` will sit at slot `lengths[row]`.
             states: for each of `carry_layers` the slow state `[R, 1, D]` one position before `last`.
             arena: keys and values; slots from `lengths[row]` on are free to use.
+            ids: prompt and output of each row, `last` included: `lengths[row] + 1` ids.
             count: most drafts, at least 1.
             sampler: greedy or sampling, as the target is.
             go_on: asked after each draft but the last, with the number of drafts made and the
@@ -68,7 +96,49 @@ class Drafter(Protocol):
         """
 
 
-class AcceleratorDrafter:
+def draft_chain(
+    step: Callable[[int, Tensor], Tensor],
+    last: Tensor,
+    *,
+    count: int,
+    sampler: Sampler,
+    go_on: GoOn,
+    ids: Tensor | None = None,
+) -> Draft:
+    """Draft one token after another.
+
+    Args:
+        step: takes the number of drafts made so far and the token `[R]` to continue; returns
+            logits `[R, Vd]`.
+        last: LongTensor `[R]`, the token that the first draft follows.
+        count: as in `Drafter.draft`, as are `sampler` and `go_on`.
+        ids: as in `Draft`.
+    """
+    token = last
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    chance = torch.ones(len(last), device=last.device)
+    for made in range(count):
+        if made > 0 and not go_on(made, float(chance.mean())):
+            break
+        q = sampler.probabilities(sampler.warp_draft(step(made, token)))
+        if sampler.greedy:
+            chosen, column = q.max(-1)
+        else:
+            column = sampler.draw(q)
+            chosen = q.gather(-1, column[:, None])[:, 0]
+            probs.append(q)
+        chance = chance * chosen
+        token = column if ids is None else ids[column]
+        tokens.append(token)
+    return Draft(
+        tokens=torch.stack(tokens, dim=1),
+        probs=torch.stack(probs, dim=1) if probs else None,
+        ids=ids,
+    )
+
+
+class AcceleratorDrafter(Drafter):
     """Drafts one token after another with the accelerated stream."""
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -79,6 +149,10 @@ class AcceleratorDrafter:
     def carry_layers(self) -> Sequence[int]:
         return self.accelerator.carry_layers
 
+    @property
+    def expected_acceptance(self) -> Sequence[float]:
+        return self.accelerator.config.expected_acceptance
+
     def draft(
         self,
         last: Tensor,
@@ -86,34 +160,21 @@ class AcceleratorDrafter:
         states: dict[int, Tensor],
         arena: KVArena,
         *,
+        ids: Sequence[Sequence[int]],
         count: int,
         sampler: Sampler,
-        go_on: Callable[[int, float], bool],
+        go_on: GoOn,
     ) -> Draft:
         stream, base = self.accelerator, self.accelerator.base
         carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
-        ids, token = stream.draft_ids, last
-        tokens: list[Tensor] = []
-        probs: list[Tensor] = []
-        chance = torch.ones(len(lengths), device=base.device)
-        for step in range(count):
-            if step > 0 and not go_on(step, float(chance.mean())):
-                break
-            block = base.block([length + step for length in lengths], 1)
+
+        def step(made: int, token: Tensor) -> Tensor:
+            nonlocal carried
+            block = base.block([length + made for length in lengths], 1)
             prefix = stream.prefix(lengths, block.positions)
             logits, carried = stream.step(token[:, None], carried, block, arena, prefix)
-            q = sampler.probabilities(sampler.warp_draft(logits[:, 0]))
-            if sampler.greedy:
-                chosen, column = q.max(-1)
-            else:
-                column = sampler.draw(q)
-                chosen = q.gather(-1, column[:, None])[:, 0]
-                probs.append(q)
-            chance = chance * chosen
-            token = column if ids is None else ids[column]
-            tokens.append(token)
-        return Draft(
-            tokens=torch.stack(tokens, dim=1),
-            probs=torch.stack(probs, dim=1) if probs else None,
-            ids=ids,
+            return logits[:, 0]
+
+        return draft_chain(
+            step, last, count=count, sampler=sampler, go_on=go_on, ids=stream.draft_ids
         )

@@ -35,8 +35,6 @@ from transformers.generation.logits_process import (
 )
 
 from multirate.config.errors import MultirateError
-from multirate.config.generation import GenerationOptions
-from multirate.decode.costs import DraftLength
 from multirate.decode.engine import Engine
 from multirate.decode.hf_rows import RowSampler, row_checkers, sampling
 from multirate.decode.loop import decode
@@ -181,7 +179,7 @@ def _generate(
         checkers=checkers,
         device=base.device,
     )
-    length = _draft_length(engine, prompts, options)
+    length = engine.draft_length(prompts, options)
     outputs: list[list[int]] = [[] for _ in prompts]
     for steps in decode(
         base, prompts, checkers, sampler, drafter=engine.drafter, draft_length=length
@@ -320,25 +318,6 @@ def _require_supported(
             raise MultirateError(
                 "position_ids must count each row's tokens from 0; leave them out."
             )
-
-
-def _draft_length(
-    engine: Engine, prompts: list[list[int]], options: GenerationOptions
-) -> DraftLength:
-    assert engine.accelerator is not None
-    fixed, costs = options.num_draft_tokens, None
-    if fixed is None:
-        costs = engine.step_costs(
-            rows=len(prompts),
-            context=max(len(prompt) for prompt in prompts),
-            max_drafts=options.max_draft_tokens,
-        )
-    return DraftLength(
-        costs,
-        max_drafts=fixed or options.max_draft_tokens,
-        prior=engine.accelerator.config.expected_acceptance,
-        fixed=fixed,
-    )
 
 
 def _rectangle(

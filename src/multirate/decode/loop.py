@@ -57,7 +57,8 @@ class SpeculationCounts:
         num_draft_tokens: drafted tokens.
         num_accepted_tokens: drafted tokens that were accepted.
         accepted_per_position: of which at position i of their draft.
-        num_plain_steps: verify passes without drafts, while drafting did not pay.
+        num_plain_steps: verify passes without drafts, while drafting did not pay. A pass for which
+            the drafter was asked and found nothing is counted nowhere.
     """
 
     num_drafts: int = 0
@@ -88,10 +89,13 @@ class _Rows:
     lengths: list[int]
     last: Tensor  # [R]
     states: dict[int, Tensor]  # each [R, 1, D], one position before `last`
+    drafter: Drafter | None
 
     def keep(self, places: list[int], arena: KVArena) -> None:
         rows = torch.tensor(places, device=self.last.device)
         arena.keep(rows)
+        if self.drafter is not None:
+            self.drafter.keep(places)
         for name in ("index", "ids", "checkers", "counts", "lengths"):
             values = getattr(self, name)
             setattr(self, name, [values[p] for p in places])
@@ -129,6 +133,8 @@ def decode(
     max_drafts = draft_length.max_drafts if draft_length is not None else 0
     room = max(len(p) + c.room for p, c in zip(prompts, checkers, strict=True))
     arena = base.arena(rows=len(prompts), max_len=room + max_drafts)
+    if drafter is not None:
+        drafter = drafter.start(rows=len(prompts), max_len=room + max_drafts)
     final, states = prefill(base, prompts, arena, drafter.carry_layers if drafter else ())
     rows = _Rows(
         index=list(range(len(prompts))),
@@ -138,6 +144,7 @@ def decode(
         lengths=[len(p) for p in prompts],
         last=torch.zeros(len(prompts), dtype=torch.long, device=base.device),
         states=states,
+        drafter=drafter,
     )
     rows.last = sampler.choose(sampler.scores(base.head(final), rows.ids))[:, 0]
     yield _emit(rows, [[token] for token in rows.last.tolist()], arena)
@@ -150,11 +157,11 @@ def decode(
         draft = Draft(rows.last.new_empty((len(rows.index), 0)))
         if drafter is not None and k > 0:
             draft = drafter.draft(
-                rows.last, rows.lengths, rows.states, arena, count=k, sampler=sampler,
-                go_on=cast(DraftLength, draft_length).go_on,
+                rows.last, rows.lengths, rows.states, arena, ids=rows.ids, count=k,
+                sampler=sampler, go_on=cast(DraftLength, draft_length).go_on,
             )  # fmt: skip
-            k = draft.tokens.shape[1]
-        drafted = [max(0, min(k, c.room - 1)) for c in rows.checkers]
+        made = draft.lengths or [draft.tokens.shape[1]] * len(rows.index)
+        drafted = [max(0, min(n, c.room - 1)) for n, c in zip(made, rows.checkers, strict=True)]
         acceptance = _verify(base, rows, draft, drafted, arena, sampler)
         blocks = acceptance.blocks(draft.tokens)
         outcomes = [(n, len(block) - 1) for n, block in zip(drafted, blocks, strict=True)]
