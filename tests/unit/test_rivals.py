@@ -12,6 +12,8 @@ from scipy.stats import chisquare
 from test_stream_steps import shaken
 from tiny_models import NUM_LAYERS, VOCABULARY, tiny_model
 
+from multirate.bench.methods import METHODS
+from multirate.bench.options import SpeculativeOptions
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.costs import DraftLength, StepCosts
@@ -339,3 +341,16 @@ def test_an_engines_own_drafter_goes_before_the_accelerators() -> None:
     engine = Engine(BASE, accelerator=accelerator, drafter=lookup)
     assert engine.drafter is lookup
     assert isinstance(Engine(BASE, accelerator=accelerator).drafter, AcceleratorDrafter)
+
+
+def test_a_benchmark_runs_each_with_one_name() -> None:
+    engine = Engine(BASE, accelerator=shaken(BASE, "carry"))
+    methods = ("ngram-multirate", "prompt-lookup", "first-k")
+    settings = SpeculativeOptions(("plain", *methods), max_new_tokens=NEW, num_draft_tokens=2)
+    plain = METHODS["plain"].make(engine, settings).run(PROMPTS[0], NEW)
+    for name in methods:
+        output = METHODS[name].make(engine, settings).run(PROMPTS[0], NEW)
+        assert output.token_ids == plain.token_ids
+        assert output.speculation is not None and output.speculation.num_draft_tokens > 0
+    assert METHODS["ngram-multirate"].needs_accelerator
+    assert not METHODS["prompt-lookup"].needs_accelerator

@@ -8,15 +8,18 @@ all of a call is timed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
 
 from multirate.bench.outside import OUTSIDE
 from multirate.bench.registry import Entry, Method, Output
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
+from multirate.decode.drafter import Drafter
 from multirate.decode.engine import Engine
+from multirate.decode.lookup import NgramFirstDrafter, PromptLookupDrafter
 from multirate.decode.results import GenerationResult
+from multirate.decode.rivals import EarlyExitDrafter
 
 if TYPE_CHECKING:
     from multirate.bench.options import SpeculativeOptions
@@ -29,7 +32,7 @@ def _plain(engine: Engine, settings: SpeculativeOptions) -> Method:
 
 
 def _multirate(engine: Engine, settings: SpeculativeOptions) -> Method:
-    """Our engine with the accelerator's drafts."""
+    """Our engine with the drafts of its own drafter, the accelerator."""
     options = draft_options(settings)
 
     def prepare(prompts: Sequence[list[int]]) -> None:
@@ -42,9 +45,32 @@ def _multirate(engine: Engine, settings: SpeculativeOptions) -> Method:
     )
 
 
+def _with(make: Callable[[Engine], Drafter]) -> Callable[[Engine, SpeculativeOptions], Method]:
+    """Our engine with another drafter, of whose steps it then measures the costs."""
+
+    def method(engine: Engine, settings: SpeculativeOptions) -> Method:
+        rival = Engine(engine.base, tokenizer=engine.tokenizer, drafter=make(engine))
+        return _multirate(rival, settings)
+
+    return method
+
+
+def _ngrams_first(engine: Engine) -> Drafter:
+    """Prompt lookup, and the accelerator's stream where it finds nothing."""
+    return NgramFirstDrafter(cast(Drafter, engine.drafter))
+
+
+def _first_layers(engine: Engine) -> Drafter:
+    """Early exit after a sixth of the layers."""
+    return EarlyExitDrafter(engine.base, max(1, engine.base.num_layers // 6))
+
+
 METHODS: dict[str, Entry] = {
     "plain": Entry(_plain),
     "multirate": Entry(_multirate, needs_accelerator=True),
+    "ngram-multirate": Entry(_with(_ngrams_first), needs_accelerator=True),
+    "prompt-lookup": Entry(_with(lambda engine: PromptLookupDrafter())),
+    "first-k": Entry(_with(_first_layers)),
     **OUTSIDE,
 }
 
