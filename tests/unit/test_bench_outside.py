@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import read_prompts
 from multirate.bench.registry import Output
 from multirate.bench.speculative import bench_speculative
+from multirate.cli.main import main
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 
@@ -201,3 +203,31 @@ def test_sampling_is_from_the_whole_distribution(
     assert report.provenance["decoding"] == "temperature 0.5, seed 1, one prompt at a time"
     with pytest.raises(MultirateError, match=r"temperature=-1.0 is not allowed"):
         SpeculativeOptions(temperature=-1)
+
+
+def test_the_embedded_models_own_file_is_the_default(
+    engine: Engine,
+    llama: type[FakeLlama],
+    gguf: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("multirate.load", lambda *_, **__: engine)
+    monkeypatch.setattr("multirate.cli.bench.embedded_gguf", lambda: gguf)
+    prompts = write(tmp_path, {"prompt": "AB"})
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        command = ["multirate", "bench", "speculative", "--prompts", prompts, *arguments]
+        monkeypatch.setattr(sys, "argv", [str(argument) for argument in command])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    code, out, _ = run("smollm2-135m", "--methods", "plain,llama.cpp", "--json")
+    assert (code, json.loads(out)["provenance"]["gguf"]) == (0, gguf.name)
+    code, out, err = run("other", "--methods", "llama.cpp")
+    assert (code, out) == (2, "") and "--gguf FILE" in err
+    code, out, _ = run("other", "--methods", "plain,llama.cpp", "--gguf", gguf)
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("llama.cpp")]
+    assert code == 0 and row[-1] == "-"

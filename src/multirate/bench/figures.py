@@ -39,11 +39,13 @@ def draw_speculative(report: Mapping[str, Any], suffix: str) -> bytes:
 
 def _figure(report: Mapping[str, Any]) -> Figure:
     methods, source = report["methods"], report["provenance"]
+    threads = source["torch_threads"]
     figure, (speed, length) = titled_figure(
         "Speculative decoding: speed-up and acceptance length",
         f"{source['model']}, {source['dtype']}, {source['prompt_set']['name']}: {report['prompts']} "
         f"prompts x {report['new_tokens']} new tokens, {source['decoding']}\n"
-        f"{source['machine']['cpu']}, {source['torch_threads']} threads, {source['machine']['device']}",
+        f"{source['machine']['cpu']}, {threads} thread{'' if threads == 1 else 's'}, "
+        f"{source['machine']['device']}",
         size=(11, 1.9 + 0.36 * len(methods)),
     )
     names = list(methods)

@@ -64,7 +64,7 @@ def speculative(
     limit: Annotated[int | None, typer.Option(help="only the first so many prompts")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="most new tokens of a prompt")] = 128,
     methods: Annotated[
-        str, typer.Option(metavar="A,B,C", help="what to measure")
+        str, typer.Option(metavar="A,B,C", help="what to measure; '?' lists all")
     ] = "plain,transformers,multirate",
     accelerator: AcceleratorChoice = None,
     num_draft_tokens: Annotated[
