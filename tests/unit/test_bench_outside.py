@@ -230,4 +230,6 @@ def test_the_embedded_models_own_file_is_the_default(
     assert (code, out) == (2, "") and "--gguf FILE" in err
     code, out, _ = run("other", "--methods", "plain,llama.cpp", "--gguf", gguf)
     (row,) = [line.split() for line in out.splitlines() if line.startswith("llama.cpp")]
-    assert code == 0 and row[-1] == "-"
+    assert code == 0 and row[-1] == "-" and "near-tie is" in out
+    code, out, _ = run("other", "--methods", "plain", "--temperature", 0.5)
+    assert code == 0 and "temperature 0.5, 1 prompts" in out and "near-tie is" not in out

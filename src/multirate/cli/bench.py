@@ -249,13 +249,17 @@ def show(report: SpeculativeReport, console: Console) -> None:
         for line in _drafting(name, summary):
             console.print(line, soft_wrap=True)
     console.print(
-        f"tokens/s of whole calls, prefill included: median over prompts (10th-90th percentile); "
-        f"speedups: median of the ratios on single prompts (95% confidence interval); "
-        f"acceptance length: tokens a draft step yields. Outputs are compared with plain's "
-        f"where the weights are the same; a near-tie is a first difference with log-probabilities "
-        f"within {source['near_tie_tolerance']:.2g}.",
+        "tokens/s of whole calls, prefill included: median over prompts (10th-90th percentile); "
+        "speedups: median of the ratios on single prompts (95% confidence interval); "
+        "acceptance length: tokens a draft step yields.",
         soft_wrap=True,
     )
+    if any(summary.identical is not None for summary in report.methods.values()):
+        console.print(
+            f"Outputs are compared with plain's where the weights are the same; a near-tie is a first "
+            f"difference with log-probabilities within {source['near_tie_tolerance']:.2g}.",
+            soft_wrap=True,
+        )
     console.print(
         f"{machine['cpu']}, {machine['usable_cores']} cores, {source['torch_threads']} threads, "
         f"device {machine['device']}",
