@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from benching import make_engine, write
-from tiny_models import MAX_POSITIONS, VOCABULARY
+from tiny_models import MAX_POSITIONS, VOCABULARY, tiny_model
 
+from multirate.bench import speculative
 from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import read_prompts
@@ -21,6 +22,7 @@ from multirate.bench.registry import Output
 from multirate.bench.speculative import bench_speculative
 from multirate.cli.main import main
 from multirate.config.errors import MultirateError
+from multirate.decode.compare import Comparison, near_tie_tolerance
 from multirate.decode.engine import Engine
 
 NEW = 12
@@ -68,12 +70,12 @@ class FakeLookup:
 
 @pytest.fixture
 def llama(monkeypatch: pytest.MonkeyPatch) -> type[FakeLlama]:
-    module, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
+    module, drafting = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
     FakeLlama.made = []
     module.Llama, module.__version__ = FakeLlama, "0.3.36"
-    speculative.LlamaPromptLookupDecoding = FakeLookup
+    drafting.LlamaPromptLookupDecoding = FakeLookup
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
-    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", speculative)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", drafting)
     return FakeLlama
 
 
@@ -95,6 +97,32 @@ def test_prompt_lookup_of_transformers_gives_plain_tokens(engine: Engine) -> Non
         assert lookup == plain and len(plain.token_ids) == min(3 * NEW, MAX_POSITIONS - len(ids))
     del forwards[:]
     assert len(methods[1].run([40, 41, 42] * 6, 3 * NEW).token_ids) > len(forwards)  # drafts helped
+
+
+def test_transformers_runs_the_stock_model_in_its_own_type(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where our engine's weights are packed; its own rounding then explains larger gaps."""
+    stock = tiny_model("llama").to(torch.bfloat16)
+    packed = Engine(engine.base, tokenizer=engine.tokenizer, stock=lambda: stock)
+    forwards, tolerances = [], []
+    stock.register_forward_hook(lambda *_: forwards.append(1))
+
+    def compare(*_: Any, tolerance: float) -> Comparison:
+        tolerances.append(tolerance)
+        return Comparison(identical=True)
+
+    monkeypatch.setattr(speculative, "compare_outputs", compare)
+    prompts = read_prompts(write(tmp_path, {"prompt": "AB"}))
+    settings = SpeculativeOptions(("plain", "transformers"), NEW)
+    provenance = bench_speculative(packed, prompts, settings).provenance
+    assert len(forwards) == 8 + NEW  # warm-up and run
+    assert tolerances == [near_tie_tolerance(torch.float32), 0.25]
+    assert provenance["dtype"] == "float32"
+    assert provenance["own_dtypes"] == {
+        "transformers": {"dtype": "bfloat16", "near_tie_tolerance": 0.25}
+    }
+    assert "own_dtypes" not in bench_speculative(engine, prompts, settings).provenance
 
 
 def test_llama_cpp_gets_the_ids_and_the_threads(

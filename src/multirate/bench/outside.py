@@ -37,7 +37,8 @@ def _transformers_lookup(engine: Engine, settings: SpeculativeOptions) -> Method
 
 
 def _generate(engine: Engine, settings: SpeculativeOptions, **drafting: Any) -> Method:
-    model, context = engine.base.model, engine.base.context_length
+    model, context = engine.stock_model(), engine.base.context_length
+    stock = None if model is engine.base.model else model.dtype
     sampling: dict[str, Any] = {"do_sample": False}
     if settings.temperature:  # without the limits that transformers sets by itself
         sampling = {
@@ -74,7 +75,7 @@ def _generate(engine: Engine, settings: SpeculativeOptions, **drafting: Any) -> 
             model.generation_config = own
         return Output(output[0, len(ids) :].tolist())
 
-    return Method(run)
+    return Method(run, dtype=stock)
 
 
 class _LlamaCpp:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from multirate.decode.engine import Engine
 from multirate.decode.results import Speculation
 
@@ -36,10 +38,12 @@ class Method:
         run: takes a prompt's ids and the most new tokens.
         prepare: called once with all prompts before anything is timed; what a method measures or
             compiles belongs here.
+        dtype: of its weights and activations, where they are not the engine's.
     """
 
     run: Callable[[list[int], int], Output]
     prepare: Prepare = lambda prompts: None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,7 @@ def bench_speculative(
         prompts.require_categories()
     ids = prompts.encode(engine)
     methods = {name: METHODS[name].make(engine, options) for name in options.methods}
+    tolerances = {name: _tolerance(engine, method) for name, method in methods.items()}
     for method in methods.values():
         method.prepare(ids)
         method.run(ids[0], min(WARM_UP_TOKENS, options.max_new_tokens))
@@ -185,11 +186,14 @@ def bench_speculative(
         synchronize=synchronizer(engine.base.device),
         progress=progress,
     )
+    comparisons = {} if options.temperature else compare(engine, ids, samples, tolerances)
     return SpeculativeReport(
-        provenance=_provenance(engine, prompts, options, accelerator),
+        provenance=_provenance(engine, prompts, options, accelerator) | _own_dtypes(methods),
         prompts=len(ids),
         new_tokens=options.max_new_tokens,
-        methods=summarise(samples, {} if options.temperature else compare(engine, ids, samples)),
+        methods=summarise(
+            samples, {} if options.temperature else compare(engine, ids, samples, tolerances)
+        ),
         categories=summarise_categories(samples, prompts) if options.by_category else None,
     )
 
@@ -225,10 +229,14 @@ def run_interleaved(
 
 
 def compare(
-    engine: Engine, prompts: Sequence[list[int]], samples: Mapping[str, Sequence[Sample]]
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    samples: Mapping[str, Sequence[Sample]],
+    tolerances: Mapping[str, float],
 ) -> dict[str, list[Comparison]]:
     """Outputs against plain decoding's, of every method that runs the same weights.
 
+    `tolerances` says for each method how large a gap in log-probability its rounding explains.
     Empty if plain decoding was not measured.
     """
     if "plain" not in samples:
@@ -236,7 +244,9 @@ def compare(
     plain = [sample.output.token_ids for sample in samples["plain"]]
     return {
         name: [
-            compare_outputs(engine.base, ids, expected, sample.output.token_ids)
+            compare_outputs(
+                engine.base, ids, expected, sample.output.token_ids, tolerance=tolerances[name]
+            )
             for ids, expected, sample in zip(prompts, plain, own, strict=True)
         ]
         for name, own in samples.items()
@@ -321,6 +331,7 @@ def _provenance(
     base = engine.base
     return {
         **provenance(device=base.device, dtype=base.dtype),
+        "dtype": base.dtype_name,
         "model": without_folders(str(base.config.name_or_path)),
         "accelerator": accelerator and without_folders(accelerator),
         "prompt_set": {"name": prompts.name, "sha256": prompts.sha256, "first": len(prompts.rows)},
@@ -334,6 +345,25 @@ def _provenance(
         f"ci: {CONFIDENCE:.0%} bootstrap interval of that median, {RESAMPLES} resamples",
         "near_tie_tolerance": near_tie_tolerance(base.dtype),
     }
+
+
+def _tolerance(engine: Engine, method: Method) -> float:
+    """Of the coarser of the two types: the method's and the engine's."""
+    types = [engine.base.dtype, *([] if method.dtype is None else [method.dtype])]
+    return max(map(near_tie_tolerance, types))
+
+
+def _own_dtypes(methods: Mapping[str, Method]) -> dict[str, Any]:
+    """Methods that run in another type than the engine, and what a near-tie is to them."""
+    own = {
+        name: {
+            "dtype": str(method.dtype).removeprefix("torch."),
+            "near_tie_tolerance": near_tie_tolerance(method.dtype),
+        }
+        for name, method in methods.items()
+        if method.dtype is not None
+    }
+    return {"own_dtypes": own} if own else {}
 
 
 def _choice(options: SpeculativeOptions) -> str:

@@ -260,6 +260,11 @@ def show(report: SpeculativeReport, console: Console) -> None:
             f"difference with log-probabilities within {source['near_tie_tolerance']:.2g}.",
             soft_wrap=True,
         )
+    for name, own in source.get("own_dtypes", {}).items():
+        console.print(
+            f"{name} runs in {own['dtype']}: near-ties within {own['near_tie_tolerance']:.2g}",
+            soft_wrap=True,
+        )
     console.print(
         f"{machine['cpu']}, {machine['usable_cores']} cores, {source['torch_threads']} threads, "
         f"device {machine['device']}",
