@@ -15,7 +15,7 @@ from torch import Tensor
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode import loop
-from multirate.decode.costs import DraftLength, StepCosts, measure_costs
+from multirate.decode.costs import DraftLength, Outcome, StepCosts, measure_costs
 from multirate.decode.drafter import Draft, Drafter
 from multirate.decode.engine import Engine
 from multirate.decode.sampling import Sampler
@@ -191,12 +191,12 @@ def test_draft_length_maximises_tokens_a_second() -> None:
     # k = 0: 0.1 tokens/s; good drafts pay more than they cost, so all four are drafted.
     assert DraftLength(costs, max_drafts=4, prior=[0.9]).best()[0] == 4
     # a = 0.3: 1.3 / 11.5 = .1130, 1.39 / 13 = .1069: one draft is best.
-    k, rate = DraftLength(costs, max_drafts=4, prior=[0.3]).best()
+    k, _, rate = DraftLength(costs, max_drafts=4, prior=[0.3]).best()
     assert (k, rate) == (1, pytest.approx(1.3 / 11.5))
     # a = 0.1: 1.1 / 11.5 < 1 / 10: none pays.
-    assert DraftLength(costs, max_drafts=4, prior=[0.1]).best() == (0, pytest.approx(0.1))
-    assert DraftLength(costs, max_drafts=4, prior=[0.1]).choose() == 0
-    assert DraftLength(None, max_drafts=4, fixed=3).choose() == 3
+    assert DraftLength(costs, max_drafts=4, prior=[0.1]).best() == (0, 1, pytest.approx(0.1))
+    assert DraftLength(costs, max_drafts=4, prior=[0.1]).choose() == (0, 1)
+    assert DraftLength(None, max_drafts=4, fixed=3).choose() == (3, 1)
 
 
 def test_drafting_stops_where_it_does_not_pay_and_is_tried_again() -> None:
@@ -204,9 +204,9 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again() -> None:
     policy = DraftLength(costs, max_drafts=2, prior=[0.4])
     chosen = []
     for _ in range(200):
-        k = policy.choose()
+        k, _ = policy.choose()
         chosen.append(k)
-        policy.update([(k, 0)])  # nothing is ever accepted
+        policy.update([Outcome(k, 0)])  # nothing is ever accepted
     assert chosen[0] > 0
     first_stop = chosen.index(0)
     assert first_stop < 25
@@ -217,10 +217,10 @@ def test_drafting_stops_where_it_does_not_pay_and_is_tried_again() -> None:
 def test_a_draft_goes_on_while_its_expected_gain_is_worth_its_cost() -> None:
     costs = StepCosts(verify=(10.0, 10.5, 11.0, 11.5, 12.0), draft=1.0)
     policy = DraftLength(costs, max_drafts=4, prior=[0.5])
-    k, rate = policy.best()
+    k, _, rate = policy.best()
     # k = 2: 1.75 / 13 = .1346 is the best; one more draft adds 1.5 s, worth .202 tokens.
     assert (k, rate) == (2, pytest.approx(1.75 / 13))
-    assert policy.choose() == 4
+    assert policy.choose() == (4, 1)
     for drafted in (1, 2, 3):
         assert policy.go_on(drafted, chance=0.41)  # 0.41 x 0.5 = .205
         assert not policy.go_on(drafted, chance=0.40)
@@ -255,7 +255,7 @@ def test_a_draft_ends_when_the_drafter_is_not_sure() -> None:
 def test_draft_length_learns_each_position() -> None:
     policy = DraftLength(StepCosts((1.0, 1.0, 1.0), 0.1), max_drafts=2, prior=[0.5, 0.5])
     for _ in range(300):
-        policy.update([(2, 1), (2, 1)])  # the first always passes, the second never
+        policy.update([Outcome(2, 1), Outcome(2, 1)])  # the first always passes, the second never
     first, second = policy.acceptance()
     assert first > 0.95
     assert second < 0.06

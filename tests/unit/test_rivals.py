@@ -16,7 +16,7 @@ from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
-from multirate.decode.costs import DraftLength, StepCosts
+from multirate.decode.costs import DraftLength, Outcome, StepCosts
 from multirate.decode.drafter import AcceleratorDrafter, Draft, Drafter
 from multirate.decode.engine import Engine
 from multirate.decode.lookup import NgramFirstDrafter, PromptLookupDrafter
@@ -206,13 +206,13 @@ def test_a_lookup_without_a_match_is_no_draft() -> None:
     assert spec.note is None
     policy = DraftLength(StepCosts((1.0, 1.0, 1.0), 0.0), max_drafts=2, prior=[0.5])
     before = policy.acceptance()
-    policy.update([(0, 0), (0, 0)])
+    policy.update([Outcome(0, 0), Outcome(0, 0)])
     assert policy.acceptance() == before
 
 
 def test_without_a_chance_of_its_own_a_draft_goes_by_what_was_accepted() -> None:
     policy = DraftLength(StepCosts((10.0, 10.5, 11.0, 11.5), 1.0), max_drafts=3, prior=[0.5])
-    assert policy.best()[1] * policy.costs.one_more == pytest.approx(0.2019, abs=1e-4)
+    assert policy.best()[2] * policy.costs.one_more() == pytest.approx(0.2019, abs=1e-4)
     assert policy.go_on(1, None)  # 0.5 x 0.5 is worth it
     assert not policy.go_on(2, None)  # 0.5 x 0.5 x 0.5 is not
 

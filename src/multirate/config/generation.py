@@ -63,6 +63,13 @@ class GenerationOptions:
         default=None,
         metadata={"help": "Tokens drafted a step; chosen from measured step costs if not given."},
     )
+    draft_width: int | None = field(
+        default=None,
+        metadata={
+            "help": "Candidates verified for each drafted token, greedy only; 1 = a chain. Chosen from "
+            "measured step costs if not given; 1 with num_draft_tokens."
+        },
+    )
     max_draft_tokens: int = field(
         default=8, metadata={"help": "Upper limit of the number of drafted tokens a step."}
     )
@@ -73,6 +80,7 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         self._check_int("max_new_tokens", low=1)
         self._check_int("max_draft_tokens", low=1)
+        self._check_int("draft_width", low=1, high=16, optional=True)
         self._check_int("num_draft_tokens", low=1, high=self.max_draft_tokens, optional=True)
         self._check_int("top_k", low=1, optional=True)
         self._check_int("seed", low=0, high=2**63 - 1, optional=True)

@@ -30,14 +30,14 @@ class StepCosts:
     verify: tuple[float, ...]
     draft: float
 
-    def cycle(self, k: int) -> float:
+    def cycle(self, k: int, width: int = 1) -> float:
         """Seconds of drafting k tokens and verifying them; `cycle(0)` is a plain step."""
-        return k * self.draft + self.verify[k]
+        return k * self.draft + self.verify[k * width]
 
-    @property
-    def one_more(self) -> float:
+    def one_more(self, width: int = 1) -> float:
         """Seconds that one more draft adds to a cycle, by the average slope of verify."""
-        return self.draft + (self.verify[-1] - self.verify[0]) / (len(self.verify) - 1)
+        slope = (self.verify[-1] - self.verify[0]) / (len(self.verify) - 1)
+        return self.draft + width * slope
 
 
 def measure_costs(
@@ -82,16 +82,37 @@ def measure_costs(
 FADE = 0.98
 PRIOR_WEIGHT = 8.0  # drafts that the prior counts as
 DEFAULT_PRIOR = 0.4
+# The chance that a runner-up, the second choice, the third, ..., is right where the first is not.
+SIBLING_PRIOR = (0.2, 0.1, 0.07)
+MAX_WIDTH = 1 + len(SIBLING_PRIOR)  # of what is chosen; more can be asked for
+MAX_ENTRIES = 12  # drafted tokens of a tree, runners-up included
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one row's drafts.
+
+    Attributes:
+        drafted: length of its chain.
+        accepted: how many tokens of the tree stay.
+        rank: which runner-up the last of them is, from 0; -1 if it is of the chain.
+    """
+
+    drafted: int
+    accepted: int
+    rank: int = -1
 
 
 class DraftLength:
-    """Chooses the number of drafts before each cycle and learns from the outcome.
+    """Chooses the number of drafts and of runners-up before each cycle and learns from the outcome.
 
     Args:
         costs: measured on this device; None with `fixed`.
-        max_drafts: upper limit.
+        max_drafts: upper limit of the chain.
         prior: expected acceptance of draft i given those before it.
         fixed: always this many drafts, whatever they cost.
+        width: always this many candidates a position, the draft included; None to choose.
+        max_width: upper limit of what is chosen.
     """
 
     def __init__(
@@ -101,13 +122,25 @@ class DraftLength:
         max_drafts: int,
         prior: Sequence[float] = (),
         fixed: int | None = None,
+        width: int | None = 1,
+        max_width: int = MAX_WIDTH,
     ) -> None:
-        assert costs is not None or fixed is not None
+        assert costs is not None or (fixed is not None and width is not None)
         self.costs, self.fixed, self.max_drafts = costs, fixed, max_drafts
+        self.widths = range(1, max_width + 1) if width is None else (width,)
         prior = tuple(prior) or (DEFAULT_PRIOR,)
         self.prior = [prior[min(i, len(prior) - 1)] for i in range(max_drafts)]
         self.reached = [0.0] * max_drafts
         self.passed = [0.0] * max_drafts
+        self.missed = [0.0] * (max(self.widths) - 1)
+        self.caught = [0.0] * (max(self.widths) - 1)
+
+    @property
+    def max_entries(self) -> int:
+        """Most drafted tokens that a cycle verifies, runners-up included."""
+        if self.fixed is not None:
+            return self.fixed * max(self.widths)
+        return max(self.max_drafts, MAX_ENTRIES)
 
     def acceptance(self) -> list[float]:
         """Estimated probability that draft i is accepted, given that those before it were."""
@@ -116,24 +149,40 @@ class DraftLength:
             for passed, reached, prior in zip(self.passed, self.reached, self.prior, strict=True)
         ]
 
-    def best(self) -> tuple[int, float]:
-        """The fixed number of drafts with the most expected tokens a second, and that rate."""
-        assert self.costs is not None
-        best, best_rate = 0, 1.0 / self.costs.cycle(0)
-        tokens, chance = 1.0, 1.0
-        for k, acceptance in enumerate(self.acceptance(), 1):
-            chance *= acceptance
-            tokens += chance
-            rate = tokens / self.costs.cycle(k)
-            if rate > best_rate:
-                best, best_rate = k, rate
-        return best, best_rate
+    def rescue(self, width: int) -> float:
+        """Estimated probability that a runner-up is right where the draft is not."""
+        ranks = zip(self.caught, self.missed, range(width - 1), strict=False)
+        return sum(
+            (caught + PRIOR_WEIGHT * SIBLING_PRIOR[min(i, len(SIBLING_PRIOR) - 1)])
+            / (missed + PRIOR_WEIGHT)
+            for caught, missed, i in ranks
+        )
 
-    def choose(self) -> int:
-        """The most tokens to draft now; 0 = plain decoding, because no draft length pays."""
+    def best(self) -> tuple[int, int, float]:
+        """The number of drafts and the width with the most expected tokens a second, and that rate."""
+        assert self.costs is not None
+        best, best_rate = (0, 1), 1.0 / self.costs.cycle(0)
+        for width in self.widths:
+            rescue = self.rescue(width)
+            tokens, chance = 1.0, 1.0
+            for k, acceptance in enumerate(self.acceptance(), 1):
+                if k * width >= len(self.costs.verify):
+                    break
+                tokens += chance * (acceptance + (1 - acceptance) * rescue)
+                chance *= acceptance
+                rate = tokens / self.costs.cycle(k, width)
+                if rate > best_rate:
+                    best, best_rate = (k, width), rate
+        return (*best, best_rate)
+
+    def choose(self) -> tuple[int, int]:
+        """The most tokens to draft now and the candidates a position; 0 drafts = plain decoding."""
         if self.fixed is not None:
-            return self.fixed
-        return self.max_drafts if self.best()[0] > 0 else 0
+            return self.fixed, self.widths[0]
+        k, width, _ = self.best()
+        if k == 0:
+            return 0, 1
+        return min(self.max_drafts, max(k, self.max_entries // width)), width
 
     def go_on(self, drafted: int, chance: float | None) -> bool:
         """Whether one more draft pays: its expected tokens against what its time yields otherwise.
@@ -149,17 +198,23 @@ class DraftLength:
         acceptance = self.acceptance()
         if chance is None:
             chance = prod(acceptance[:drafted])
-        return chance * acceptance[drafted] > self.best()[1] * self.costs.one_more
+        _, width, rate = self.best()
+        tokens = acceptance[drafted] + (1 - acceptance[drafted]) * self.rescue(width)
+        return chance * tokens > rate * self.costs.one_more(width)
 
-    def update(self, outcomes: Sequence[tuple[int, int]]) -> None:
-        """Learn from one cycle: (drafted, accepted) of each row."""
-        for i in range(self.max_drafts):
-            self.reached[i] *= FADE
-            self.passed[i] *= FADE
-        for drafted, accepted in outcomes:
-            for i in range(min(drafted, accepted + 1)):
+    def update(self, outcomes: Sequence[Outcome], width: int = 1) -> None:
+        """Learn from one cycle's rows, of trees of this width."""
+        for seen in (self.reached, self.passed, self.missed, self.caught):
+            seen[:] = [FADE * x for x in seen]
+        for outcome in outcomes:
+            chain = outcome.accepted - (outcome.rank >= 0)
+            for i in range(min(outcome.drafted, chain + 1)):
                 self.reached[i] += 1
-                self.passed[i] += i < accepted
+                self.passed[i] += i < chain
+            if chain < outcome.drafted:
+                for rank in range(width - 1):
+                    self.missed[rank] += 1
+                    self.caught[rank] += rank == outcome.rank
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

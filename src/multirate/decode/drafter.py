@@ -18,6 +18,8 @@ from multirate.decode.sampling import Sampler
 from multirate.models.arena import KVArena
 from multirate.streams.accelerator import Accelerator, Carried
 
+RANKED = 16  # most candidates that a drafter with a distribution gives
+
 # Whether one more draft pays, given the number made so far and the drafter's own chance that all of
 # them are right (None: it has no opinion). See `DraftLength.go_on`.
 GoOn = Callable[[int, float | None], bool]
@@ -32,6 +34,7 @@ class Draft:
         probs: float32 `[R, k, Vd]`, the distributions the tokens were drawn from; None where they
             were not drawn at random.
         ids: LongTensor `[Vd]`, token ids of the columns of `probs`; None where Vd is the vocabulary.
+        siblings: LongTensor `[R, k, w - 1]`, the runners-up of each draft; None for a bare chain.
         lengths: how many of the k are the row's drafts, the rest is padding; None for all. As for
             `accept_sampled`, it may not depend on the value of a draft that is left out.
     """
@@ -40,6 +43,7 @@ class Draft:
     probs: Tensor | None = None
     ids: Tensor | None = None
     lengths: list[int] | None = None
+    siblings: Tensor | None = None
 
 
 class Drafter(ABC):
@@ -67,6 +71,11 @@ class Drafter(ABC):
     def keep(self, rows: Sequence[int]) -> None:  # noqa: B027  (most drafters keep nothing)
         """Keep the state of these rows only, in this order; the others have ended."""
 
+    @property
+    def max_width(self) -> int:
+        """Most candidates a position that it can give: 1 = no runners-up."""
+        return 1
+
     @abstractmethod
     def draft(
         self,
@@ -79,6 +88,7 @@ class Drafter(ABC):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         """Guess up to `count` tokens for each row.
 
@@ -93,6 +103,8 @@ class Drafter(ABC):
             go_on: asked after each draft but the last, with the number of drafts made and the
                 drafter's own chance that all of them are right (mean over rows); False ends the
                 draft. What is already drafted stays in it, so acceptance remains exact.
+            width: candidates wanted at each position, the draft included; above 1 when greedy only.
+                A drafter may give fewer.
         """
 
 
@@ -103,6 +115,7 @@ def draft_chain(
     count: int,
     sampler: Sampler,
     go_on: GoOn,
+    width: int,
     ids: Tensor | None = None,
 ) -> Draft:
     """Draft one token after another.
@@ -111,19 +124,23 @@ def draft_chain(
         step: takes the number of drafts made so far and the token `[R]` to continue; returns
             logits `[R, Vd]`.
         last: LongTensor `[R]`, the token that the first draft follows.
-        count: as in `Drafter.draft`, as are `sampler` and `go_on`.
+        count: as in `Drafter.draft`, as are `sampler`, `go_on` and `width`.
         ids: as in `Draft`.
     """
     token = last
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
+    siblings: list[Tensor] = []
     chance = torch.ones(len(last), device=last.device)
     for made in range(count):
         if made > 0 and not go_on(made, float(chance.mean())):
             break
         q = sampler.probabilities(sampler.warp_draft(step(made, token)))
         if sampler.greedy:
-            chosen, column = q.max(-1)
+            best = q.topk(min(width, q.shape[-1]))
+            chosen, column = best.values[:, 0], best.indices[:, 0]
+            others = best.indices[:, 1:]
+            siblings.append(others if ids is None else ids[others])
         else:
             column = sampler.draw(q)
             chosen = q.gather(-1, column[:, None])[:, 0]
@@ -135,6 +152,7 @@ def draft_chain(
         tokens=torch.stack(tokens, dim=1),
         probs=torch.stack(probs, dim=1) if probs else None,
         ids=ids,
+        siblings=torch.stack(siblings, dim=1) if sampler.greedy and width > 1 else None,
     )
 
 
@@ -153,6 +171,10 @@ class AcceleratorDrafter(Drafter):
     def expected_acceptance(self) -> Sequence[float]:
         return self.accelerator.config.expected_acceptance
 
+    @property
+    def max_width(self) -> int:
+        return RANKED
+
     def draft(
         self,
         last: Tensor,
@@ -164,6 +186,7 @@ class AcceleratorDrafter(Drafter):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         stream, base = self.accelerator, self.accelerator.base
         carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
@@ -176,5 +199,5 @@ class AcceleratorDrafter(Drafter):
             return logits[:, 0]
 
         return draft_chain(
-            step, last, count=count, sampler=sampler, go_on=go_on, ids=stream.draft_ids
+            step, last, count=count, sampler=sampler, go_on=go_on, width=width, ids=stream.draft_ids
         )

@@ -18,7 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
-from multirate.decode.costs import DraftLength, StepCosts, measure_costs, synchronizer
+from multirate.decode.costs import (
+    MAX_ENTRIES,
+    MAX_WIDTH,
+    DraftLength,
+    StepCosts,
+    measure_costs,
+    synchronizer,
+)
 from multirate.decode.drafter import AcceleratorDrafter, Drafter
 from multirate.decode.loop import RowStep, SpeculationCounts, decode
 from multirate.decode.results import GenerationResult, Speculation
@@ -216,22 +223,34 @@ class Engine:
         return end_token_ids(self.base.model.generation_config, self.base.config, self.tokenizer)
 
     def draft_length(
-        self, prompts: Sequence[Sequence[int]], options: GenerationOptions
+        self, prompts: Sequence[Sequence[int]], options: GenerationOptions, *, trees: bool = False
     ) -> DraftLength:
-        """How many tokens to draft for these prompts: a fixed number, or what step costs suggest."""
+        """How many tokens to draft for these prompts: a fixed number, or what step costs suggest.
+
+        Args:
+            prompts: of the batch.
+            options: how they are decoded.
+            trees: whether drafts may have runners-up (`Sampler.takes_trees`).
+        """
         assert self.drafter is not None
+        max_width = self.drafter.max_width if trees else 1
+        width = options.draft_width or (1 if options.num_draft_tokens else None)
+        if width is not None:
+            width = min(width, max_width)
         fixed, costs = options.num_draft_tokens, None
         if fixed is None:
             costs = self.step_costs(
                 rows=len(prompts),
                 context=max(len(prompt) for prompt in prompts),
-                max_drafts=options.max_draft_tokens,
+                max_drafts=max(options.max_draft_tokens, MAX_ENTRIES if max_width > 1 else 0),
             )
         return DraftLength(
             costs,
             max_drafts=fixed or options.max_draft_tokens,
             prior=self.drafter.expected_acceptance,
             fixed=fixed,
+            width=width,
+            max_width=min(max_width, MAX_WIDTH),
         )
 
     @torch.inference_mode()
@@ -312,7 +331,9 @@ class _Run:
         # The first of its kind measures step costs, once; that is no part of generating.
         self.draft_length = None
         if self.strategy == "speculative":
-            self.draft_length = engine.draft_length(prompts, options)
+            self.draft_length = engine.draft_length(
+                prompts, options, trees=self.sampler.takes_trees
+            )
 
     def steps(self) -> Iterator[list[RowStep]]:
         engine = self.engine

@@ -79,6 +79,7 @@ class PromptLookupDrafter(Drafter):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         count = min(count, self.num_tokens)
         # A match says nothing of how sure it is: what was accepted so far decides.
@@ -107,6 +108,10 @@ class NgramFirstDrafter(Drafter):
     def expected_acceptance(self) -> Sequence[float]:
         return self.other.expected_acceptance
 
+    @property
+    def max_width(self) -> int:
+        return self.other.max_width
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
         return NgramFirstDrafter(self.other.start(rows=rows, max_len=max_len), self.lookup)
 
@@ -124,6 +129,7 @@ class NgramFirstDrafter(Drafter):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         found = self.lookup.draft(
             last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on
@@ -132,8 +138,9 @@ class NgramFirstDrafter(Drafter):
         if all(found.lengths):
             return found
         other = self.other.draft(
-            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on
-        )
+            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on,
+            width=width,
+        )  # fmt: skip
         return _merge(found, other) if any(found.lengths) else other
 
 

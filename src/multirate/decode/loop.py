@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from multirate.decode.acceptance import Acceptance, accept_greedy, accept_sampled
-from multirate.decode.costs import DraftLength
+from multirate.decode.costs import DraftLength, Outcome
 from multirate.decode.drafter import Draft, Drafter
 from multirate.decode.sampling import Sampler
 from multirate.decode.stopping import StopChecker
+from multirate.decode.tree import accept_tree, tree_layout
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel
 
@@ -54,7 +55,7 @@ class SpeculationCounts:
 
     Attributes:
         num_drafts: verify passes that held drafts.
-        num_draft_tokens: drafted tokens.
+        num_draft_tokens: drafted tokens, the runners-up of a tree included.
         num_accepted_tokens: drafted tokens that were accepted.
         accepted_per_position: of which at position i of their draft.
         num_plain_steps: verify passes without drafts, while drafting did not pay. A pass for which
@@ -67,10 +68,10 @@ class SpeculationCounts:
     accepted_per_position: list[int] = field(default_factory=list)
     num_plain_steps: int = 0
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count one verify pass that held drafts of this row."""
+    def add(self, drafted: int, accepted: int, width: int = 1) -> None:
+        """Count one verify pass that held drafts of this row, `width` candidates a position."""
         self.num_drafts += 1
-        self.num_draft_tokens += drafted
+        self.num_draft_tokens += drafted * width
         self.num_accepted_tokens += accepted
         missing = drafted - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
@@ -130,7 +131,7 @@ def decode(
         token that its prefill gives.
     """
     assert (drafter is None) == (draft_length is None)
-    max_drafts = draft_length.max_drafts if draft_length is not None else 0
+    max_drafts = draft_length.max_entries if draft_length is not None else 0
     room = max(len(p) + c.room for p, c in zip(prompts, checkers, strict=True))
     arena = base.arena(rows=len(prompts), max_len=room + max_drafts)
     if drafter is not None:
@@ -149,27 +150,35 @@ def decode(
     rows.last = sampler.choose(sampler.scores(base.head(final), rows.ids))[:, 0]
     yield _emit(rows, [[token] for token in rows.last.tolist()], arena)
     while rows.index:
-        k = wanted = 0
+        k, wanted, width = 0, 0, 1
         if draft_length is not None:
-            wanted = draft_length.choose()
+            wanted, width = draft_length.choose()
             # The last token a row may get needs no draft: the verify pass itself yields it.
             k = min(wanted, max(c.room for c in rows.checkers) - 1)
         draft = Draft(rows.last.new_empty((len(rows.index), 0)))
         if drafter is not None and k > 0:
             draft = drafter.draft(
                 rows.last, rows.lengths, rows.states, arena, ids=rows.ids, count=k,
-                sampler=sampler, go_on=cast(DraftLength, draft_length).go_on,
+                sampler=sampler, go_on=cast(DraftLength, draft_length).go_on, width=width,
             )  # fmt: skip
         made = draft.lengths or [draft.tokens.shape[1]] * len(rows.index)
         drafted = [max(0, min(n, c.room - 1)) for n, c in zip(made, rows.checkers, strict=True)]
-        acceptance = _verify(base, rows, draft, drafted, arena, sampler)
-        blocks = acceptance.blocks(draft.tokens)
-        outcomes = [(n, len(block) - 1) for n, block in zip(drafted, blocks, strict=True)]
+        if draft.siblings is not None and draft.tokens.shape[1] > 0:
+            width = 1 + draft.siblings.shape[2]
+            acceptance, drafts, ranks = _verify_tree(base, rows, draft, drafted, arena, sampler)
+        else:
+            width, drafts, ranks = 1, draft.tokens, [-1] * len(drafted)
+            acceptance = _verify(base, rows, draft, drafted, arena, sampler)
+        blocks = acceptance.blocks(drafts)
+        outcomes = [
+            Outcome(n, len(block) - 1, rank)
+            for n, block, rank in zip(drafted, blocks, ranks, strict=True)
+        ]
         if draft_length is not None:
-            draft_length.update(outcomes)
-            for count, (tried, accepted) in zip(rows.counts, outcomes, strict=True):
-                if tried > 0:
-                    count.add(tried, accepted)
+            draft_length.update(outcomes, width)
+            for count, outcome in zip(rows.counts, outcomes, strict=True):
+                if outcome.drafted > 0:
+                    count.add(outcome.drafted, outcome.accepted, width)
                 elif wanted == 0:
                     count.num_plain_steps += 1
         rows.last = acceptance.next_token
@@ -237,6 +246,39 @@ def _verify(
         )
     rows.states = {i: _pick(state, acceptance.num_accepted) for i, state in states.items()}
     return acceptance
+
+
+def _verify_tree(
+    base: BaseModel,
+    rows: _Rows,
+    draft: Draft,
+    drafted: list[int],
+    arena: KVArena,
+    sampler: Sampler,
+) -> tuple[Acceptance, Tensor, list[int]]:
+    """As `_verify`, for drafts with runners-up; also gives the tokens that stay and their ranks."""
+    k, siblings = draft.tokens.shape[1], cast(Tensor, draft.siblings)
+    ids = torch.cat([rows.last[:, None], draft.tokens, siblings.flatten(1)], dim=1)
+    depths, mask = tree_layout(k, 1 + siblings.shape[2])
+    block = base.block(
+        rows.lengths, ids.shape[1], depths=depths.to(ids.device), block_mask=mask.to(ids.device)
+    )
+    states: dict[int, Tensor] = dict.fromkeys(rows.states, cast(Tensor, None))
+    h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena, states=states)
+    scores = sampler.scores(base.head(h), rows.ids)
+    lengths = torch.tensor(drafted, device=ids.device)
+    found = accept_tree(draft.tokens, siblings, lengths, scores.argmax(-1))
+    rows.states = {i: _pick(state, found.entry) for i, state in states.items()}
+    ranks, entries, accepted = torch.stack(
+        [found.rank, found.entry, found.acceptance.num_accepted]
+    ).tolist()
+    leaves = [place for place, rank in enumerate(ranks) if rank >= 0]
+    arena.move(
+        leaves,
+        [rows.lengths[place] + entries[place] for place in leaves],
+        [rows.lengths[place] + accepted[place] for place in leaves],
+    )
+    return found.acceptance, found.drafts, ranks
 
 
 def _pick(x: Tensor, place: Tensor) -> Tensor:

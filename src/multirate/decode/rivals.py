@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import Draft, Drafter, GoOn, draft_chain
+from multirate.decode.drafter import RANKED, Draft, Drafter, GoOn, draft_chain
 from multirate.decode.loop import prefill
 from multirate.decode.sampling import Sampler
 from multirate.models.arena import KVArena
@@ -43,6 +43,10 @@ class EarlyExitDrafter(Drafter):
             )
         self.base, self.num_layers = base, num_layers
 
+    @property
+    def max_width(self) -> int:
+        return RANKED
+
     def draft(
         self,
         last: Tensor,
@@ -54,6 +58,7 @@ class EarlyExitDrafter(Drafter):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         base = self.base
 
@@ -62,7 +67,7 @@ class EarlyExitDrafter(Drafter):
             h = base.run_layers(base.embed(token[:, None]), 0, self.num_layers, block, arena)
             return base.head(h)[:, 0]
 
-        return draft_chain(step, last, count=count, sampler=sampler, go_on=go_on)
+        return draft_chain(step, last, count=count, sampler=sampler, go_on=go_on, width=width)
 
 
 class ModelDrafter(Drafter):
@@ -92,6 +97,10 @@ class ModelDrafter(Drafter):
             )
         self.model = model
 
+    @property
+    def max_width(self) -> int:
+        return RANKED
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
         return _ModelRun(self.model, rows=rows, max_len=max_len)
 
@@ -106,12 +115,14 @@ class ModelDrafter(Drafter):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         """One draft from nothing: `start` gives the drafter that remembers what it has read."""
         run = self.start(rows=len(ids), max_len=max(len(row) for row in ids) + count)
         return run.draft(
-            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on
-        )
+            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on,
+            width=width,
+        )  # fmt: skip
 
 
 class _ModelRun(Drafter):
@@ -140,6 +151,7 @@ class _ModelRun(Drafter):
         count: int,
         sampler: Sampler,
         go_on: GoOn,
+        width: int = 1,
     ) -> Draft:
         model = self.model
         count = min(count, model.context_length - max(len(row) for row in ids) + 1)
@@ -156,7 +168,7 @@ class _ModelRun(Drafter):
                 )
             return model.head(h)[:, 0]
 
-        draft = draft_chain(step, last, count=count, sampler=sampler, go_on=go_on)
+        draft = draft_chain(step, last, count=count, sampler=sampler, go_on=go_on, width=width)
         self.verified = [len(row) for row in ids]
         self.drafts = draft.tokens[:, :-1].tolist()  # the last one was not run
         return draft

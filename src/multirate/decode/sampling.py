@@ -130,6 +130,11 @@ class Sampler:
             (contextual, list(run)) for contextual, run in groupby(chain, key=_needs_prefix)
         ]
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether a tree can be verified: greedy, and no processor looks at the text before."""
+        return self.greedy and not any(contextual for contextual, _ in self._stages)
+
     def scores(
         self,
         logits: Tensor,

@@ -52,13 +52,14 @@ class TreeAcceptance:
         acceptance: as of a chain: how many tokens stay, and the model's own next one.
         drafts: LongTensor `[R, k]`: the tokens that stay stand in the first `num_accepted` places.
         entry: LongTensor `[R]`, the block entry of the last token that stays.
-        by_sibling: bool `[R]`, whether that is a sibling; then its depth is `num_accepted`.
+        rank: LongTensor `[R]`: -1 if that is `last` or of the chain, else which sibling it is, from 0;
+            its depth is then `num_accepted`.
     """
 
     acceptance: Acceptance
     drafts: Tensor
     entry: Tensor
-    by_sibling: Tensor
+    rank: Tensor
 
 
 def accept_tree(
@@ -81,9 +82,10 @@ def accept_tree(
     wanted = targets[row, place]
     found = (siblings[row, place] == wanted[:, None]) & (chain < lengths)[:, None]  # [R, w - 1]
     by_sibling = found.any(1)
-    leaf = 1 + k + place * siblings.shape[2] + found.to(torch.long).argmax(1)
+    rank = torch.where(by_sibling, found.to(torch.long).argmax(1), -1)
+    leaf = 1 + k + place * siblings.shape[2] + rank
     entry = torch.where(by_sibling, leaf, chain)
     kept = drafts.clone()
     kept[row, place] = torch.where(by_sibling, wanted, drafts[row, place])
     accepted = chain + by_sibling
-    return TreeAcceptance(Acceptance(accepted, targets[row, entry]), kept, entry, by_sibling)
+    return TreeAcceptance(Acceptance(accepted, targets[row, entry]), kept, entry, rank)

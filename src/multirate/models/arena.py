@@ -8,6 +8,7 @@ the next write overwrites it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,6 +112,13 @@ class KVArena(Cache):
         """Point layers `start..stop-1` at the block that is about to run through them."""
         for layer in self.layers[start:stop]:
             layer.block = block
+
+    def move(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy one slot of each given row, in all layers, to another slot of that row."""
+        for layer in self.layers:
+            for row, source, target in zip(rows, sources, targets, strict=True):
+                layer.keys[row, :, target] = layer.keys[row, :, source]
+                layer.values[row, :, target] = layer.values[row, :, source]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the given rows (`[kept]` indices, in this order); the others' memory is freed."""
