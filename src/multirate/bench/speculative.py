@@ -191,9 +191,7 @@ def bench_speculative(
         provenance=_provenance(engine, prompts, options, accelerator) | _own_dtypes(methods),
         prompts=len(ids),
         new_tokens=options.max_new_tokens,
-        methods=summarise(
-            samples, {} if options.temperature else compare(engine, ids, samples, tolerances)
-        ),
+        methods=summarise(samples, comparisons),
         categories=summarise_categories(samples, prompts) if options.by_category else None,
     )
 
