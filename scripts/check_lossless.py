@@ -25,10 +25,17 @@ def main() -> None:
     parser.add_argument("--prompts", default="mt_bench")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
+    parser.add_argument(
+        "--draft-width", type=int, default=1, help="candidates a position; 1: chains"
+    )
+    parser.add_argument("--limit", type=int, help="only the first so many prompts")
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
     engine = multirate.load(args.model, args.accelerator, dtype=args.dtype)
-    prompts = [engine.encode(row.content, raw=row.raw) for row in read_prompts(args.prompts).rows]
+    prompts = [
+        engine.encode(row.content, raw=row.raw)
+        for row in read_prompts(args.prompts, limit=args.limit).rows
+    ]
     # Prompts of similar length share a batch: less padding in its prefill.
     prompts.sort(key=len)
     counts = {"identical": 0, "near-ties": 0, "differences": 0}
@@ -38,7 +45,12 @@ def main() -> None:
         batch = prompts[start : start + args.batch]
         options = {"max_new_tokens": args.max_new_tokens}
         plain = engine.generate(batch, strategy="plain", **options)
-        other = engine.generate(batch, num_draft_tokens=args.num_draft_tokens, **options)
+        other = engine.generate(
+            batch,
+            num_draft_tokens=args.num_draft_tokens,
+            draft_width=args.draft_width,
+            **options,
+        )
         for ids, one, two in zip(batch, plain, other, strict=True):
             result = compare_outputs(engine.base, ids, one.token_ids, two.token_ids)
             kind = "near-ties" if result.near_tie else "differences"
@@ -51,11 +63,15 @@ def main() -> None:
             for i, rate in enumerate(spec.per_position_acceptance_rate):
                 at[i] += rate * spec.num_drafts
         done = start + len(batch)
-        print(f"{done} of {len(prompts)} prompts: {counts}", flush=True)
+        print(
+            f"{done} of {len(prompts)} prompts: {counts}, length {1 + accepted / drafts:.3f}",
+            flush=True,
+        )
     rates = ", ".join(f"{a / drafts:.3f}" for a in at)
     print(
         f"{Path(args.model).name}, {args.dtype}, greedy, {args.max_new_tokens} new tokens, "
-        f"{args.num_draft_tokens} drafts: mean acceptance length {1 + accepted / drafts:.3f}; "
+        f"{args.num_draft_tokens} drafts, width {args.draft_width}: "
+        f"mean acceptance length {1 + accepted / drafts:.3f}; "
         f"accepted up to position 1, 2, ...: {rates}"
     )
 

@@ -70,6 +70,7 @@ def generate(
     ] = None,
     num_draft_tokens: Annotated[int | None, _setting("num_draft_tokens")] = None,
     max_draft_tokens: Annotated[int, _setting("max_draft_tokens")] = 8,
+    draft_width: Annotated[int | None, _setting("draft_width")] = None,
     ignore_eos: Annotated[bool, _setting("ignore_eos", "--ignore-eos")] = False,
     dtype: Dtype = None,
     device: Device = None,
@@ -92,6 +93,7 @@ def generate(
         strategy=strategy,  # type: ignore[arg-type]  # GenerationOptions checks it
         num_draft_tokens=num_draft_tokens,
         max_draft_tokens=max_draft_tokens,
+        draft_width=draft_width,
         ignore_eos=ignore_eos,
     )
     if raw and system is not None:
