@@ -18,6 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+# The operator itself: the wrapper around it searches its arguments for fakes, 8 microseconds a call, and
+# a step of a small model makes 200 calls.
+_LINEAR = torch.ops.quantized.linear_dynamic_fp16.default._op
+
 
 class PackedLinear(nn.Module):
     """A linear layer with packed float16 weights; `[..., in]` float32 to `[..., out]` float32.
@@ -45,7 +49,7 @@ class PackedLinear(nn.Module):
         return 2 * self.out_features * self.in_features
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        out: Tensor = _LINEAR(x, self._packed)
         return out
 
 
