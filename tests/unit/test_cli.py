@@ -149,7 +149,7 @@ def test_the_option_set_is_frozen() -> None:
             "model", "text", "--prompt", "--prompt-file", "--system", "--raw", "--strategy",
             "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
             "--repetition-penalty", "--seed", "--stop", "--num-draft-tokens", "--max-draft-tokens",
-            "--ignore-eos", "--dtype", "--device", "--no-stream", *shared,
+            "--draft-width", "--ignore-eos", "--dtype", "--device", "--no-stream", *shared,
         ],
         "demo": ["--prompt", "--max-new-tokens", "--dtype", "--json"],
         "synth": [
