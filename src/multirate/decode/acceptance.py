@@ -51,7 +51,7 @@ def accept_greedy(drafts: Tensor, lengths: Tensor, targets: Tensor) -> Acceptanc
     k = drafts.shape[1]
     assert targets.shape == (drafts.shape[0], k + 1)
     matches = (drafts == targets[:, :k]) & _valid(drafts, lengths)
-    num_accepted = leading(matches)
+    num_accepted = _leading(matches)
     return Acceptance(num_accepted, targets.gather(1, num_accepted[:, None]).squeeze(1))
 
 
@@ -100,7 +100,7 @@ def accept_sampled(
     q_drafted = _drafted_probs(drafts, draft_probs, draft_ids, vocabulary=vocabulary)
     # u < p/q without the division: u < 1, so p >= q always stays; 0 < 0 never does.
     u = uniform((rows, k), generator=generator)
-    num_accepted = leading((u * q_drafted < p_drafted) & valid)
+    num_accepted = _leading((u * q_drafted < p_drafted) & valid)
 
     row = torch.arange(rows, device=drafts.device)
     weights = target_probs[row, num_accepted]  # [R, V]
@@ -125,7 +125,7 @@ def _valid(drafts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(drafts.shape[1], device=drafts.device) < lengths[:, None]
 
 
-def leading(accepted: Tensor) -> Tensor:
+def _leading(accepted: Tensor) -> Tensor:
     """How many of `[R, k]` are true before the first that is not: LongTensor `[R]`."""
     return accepted.to(torch.long).cumprod(dim=1).sum(dim=1)
 

@@ -33,12 +33,12 @@ from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.models.base import BaseModel
 from multirate.models.loading import (
-    PACKED,
     decode_dtype,
     end_token_ids,
     load_pretrained,
     render_chat,
 )
+from multirate.models.packed import PACKED
 from multirate.streams.accelerator import Accelerator
 
 # A prompt: text (through the chat template unless raw), chat messages, or token ids.

@@ -29,7 +29,7 @@ from multirate.decode.sampling import Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.decode.tree import accept_tree, tree_layout
 from multirate.models.arena import KVArena
-from multirate.models.base import BaseModel
+from multirate.models.base import BaseModel, Block
 
 PREFILL_CHUNK = 512  # positions; bounds the memory of masks and activations, not the speed
 
@@ -163,7 +163,7 @@ def decode(
             )  # fmt: skip
         made = draft.lengths or [draft.tokens.shape[1]] * len(rows.index)
         drafted = [max(0, min(n, c.room - 1)) for n, c in zip(made, rows.checkers, strict=True)]
-        if draft.siblings is not None and draft.tokens.shape[1] > 0:
+        if draft.siblings is not None:
             width = 1 + draft.siblings.shape[2]
             acceptance, drafts, ranks = _verify_tree(base, rows, draft, drafted, arena, sampler)
         else:
@@ -228,10 +228,8 @@ def _verify(
     """Run last tokens and drafts through all layers; leaves the accepted position's states in rows."""
     n = 1 + draft.tokens.shape[1]
     ids = torch.cat([rows.last[:, None], draft.tokens], dim=1)
-    states: dict[int, Tensor] = dict.fromkeys(rows.states, cast(Tensor, None))
-    block = base.block(rows.lengths, n)
-    h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena, states=states)
-    scores = sampler.scores(base.head(h), rows.ids, draft.tokens if n > 1 else None)
+    logits, states = _run(base, rows, ids, base.block(rows.lengths, n), arena)
+    scores = sampler.scores(logits, rows.ids, draft.tokens if n > 1 else None)
     lengths = torch.tensor(drafted, device=ids.device)
     if sampler.greedy:
         acceptance = accept_greedy(draft.tokens, lengths, scores.argmax(-1))
@@ -263,9 +261,8 @@ def _verify_tree(
     block = base.block(
         rows.lengths, ids.shape[1], depths=depths.to(ids.device), block_mask=mask.to(ids.device)
     )
-    states: dict[int, Tensor] = dict.fromkeys(rows.states, cast(Tensor, None))
-    h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena, states=states)
-    scores = sampler.scores(base.head(h), rows.ids)
+    logits, states = _run(base, rows, ids, block, arena)
+    scores = sampler.scores(logits, rows.ids)
     lengths = torch.tensor(drafted, device=ids.device)
     found = accept_tree(draft.tokens, siblings, lengths, scores.argmax(-1))
     rows.states = {i: _pick(state, found.entry) for i, state in states.items()}
@@ -279,6 +276,15 @@ def _verify_tree(
         [rows.lengths[place] + accepted[place] for place in leaves],
     )
     return found.acceptance, found.drafts, ranks
+
+
+def _run(
+    base: BaseModel, rows: _Rows, ids: Tensor, block: Block, arena: KVArena
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """A block `[R, n]` through all layers: logits `[R, n, V]`, and the states that drafting wants."""
+    states: dict[int, Tensor] = dict.fromkeys(rows.states, cast(Tensor, None))
+    h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena, states=states)
+    return base.head(h), states
 
 
 def _pick(x: Tensor, place: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from multirate.decode.acceptance import Acceptance, leading
+from multirate.decode.acceptance import Acceptance, accept_greedy
 
 
 @cache
@@ -76,8 +76,7 @@ def accept_tree(
     rows, k = drafts.shape
     assert siblings.shape[:2] == (rows, k) and targets.shape[1] == 1 + k + k * siblings.shape[2]
     row = torch.arange(rows, device=drafts.device)
-    valid = torch.arange(k, device=drafts.device) < lengths[:, None]
-    chain = leading((drafts == targets[:, :k]) & valid)  # [R]
+    chain = accept_greedy(drafts, lengths, targets[:, : k + 1]).num_accepted  # [R]
     place = chain.clamp(max=k - 1)  # where the chain went wrong, if it did
     wanted = targets[row, place]
     found = (siblings[row, place] == wanted[:, None]) & (chain < lengths)[:, None]  # [R, w - 1]

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from multirate.config.errors import MultirateError
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
-from multirate.models.packed import PackedLinear, can_pack, pack_linears
+from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -118,7 +118,7 @@ class BaseModel:
     @property
     def dtype_name(self) -> str:
         """What users call the weights' type: "bfloat16", ..., or "packed"."""
-        return "packed" if self.packed else str(self.dtype).removeprefix("torch.")
+        return PACKED if self.packed else str(self.dtype).removeprefix("torch.")
 
     def require_packable(self) -> None:
         """Check that `pack` is possible.
@@ -129,7 +129,7 @@ class BaseModel:
         if not can_pack(self.device) or self.architecture.experts:
             what = "a mixture of experts" if self.architecture.experts else f"on {self.device}"
             raise MultirateError(
-                f"dtype 'packed' is for models without experts on an x86 CPU with AVX2; this one is "
+                f"dtype {PACKED!r} is for models without experts on an x86 CPU with AVX2; this one is "
                 f"{what}. Use bfloat16 or float32."
             )
 

@@ -37,7 +37,7 @@ from multirate.models import hf
 from multirate.models.architectures import ARCHITECTURES, SUPPORTED_MODEL_TYPES
 from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 from multirate.models.gguf import convert_gguf
-from multirate.models.packed import can_pack
+from multirate.models.packed import PACKED, can_pack
 
 SUPPORTED = f"Supported model types: {', '.join(SUPPORTED_MODEL_TYPES)}."
 
@@ -45,8 +45,6 @@ ACCEPTED = (
     "a Hugging Face hub id (owner/name), a local folder with config.json, a .gguf file, or "
     f"{EMBEDDED_NAME} (the embedded model)"
 )
-
-PACKED = "packed"  # float16 weights in the CPU's own order: see `models.packed`
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
