@@ -580,7 +580,7 @@ Run = Callable[..., int]
 def run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `multirate bench speculative MODEL ...` on the tiny engine; the exit code."""
 
-    def load(model: str, accelerator: Any, *, dtype: Any, device: Any) -> Engine:
+    def load(model: str, accelerator: Any, **kwargs: Any) -> Engine:
         return engine if accelerator else Engine(engine.base, tokenizer=engine.tokenizer)
 
     monkeypatch.setattr("multirate.load", load)

@@ -149,9 +149,10 @@ def test_the_option_set_is_frozen() -> None:
             "model", "text", "--prompt", "--prompt-file", "--system", "--raw", "--strategy",
             "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
             "--repetition-penalty", "--seed", "--stop", "--num-draft-tokens", "--max-draft-tokens",
-            "--draft-width", "--ignore-eos", "--dtype", "--device", "--no-stream", *shared,
+            "--draft-width", "--ignore-eos", "--dtype", "--quantize", "--device", "--no-stream",
+            *shared,
         ],
-        "demo": ["--prompt", "--max-new-tokens", "--dtype", "--json"],
+        "demo": ["--prompt", "--max-new-tokens", "--dtype", "--quantize", "--json"],
         "synth": [
             "model", "output", "--tokens", "--prompts", "--answers", "--greedy-share",
             "--temperature", "--batch-rows", "--max-answer-tokens",
@@ -453,8 +454,8 @@ def demo_engine(monkeypatch: pytest.MonkeyPatch, engine: Engine, accelerator: Pa
     stream = Accelerator.from_pretrained(accelerator, engine.base)
     fast = Engine(engine.base, tokenizer=engine.tokenizer, accelerator=stream)
 
-    def load(model: str, accelerator: str, *, dtype: str) -> Engine:
-        assert (model, accelerator, dtype) == ("smollm2-135m", "default", None)
+    def load(model: str, accelerator: str, *, dtype: str, quantize: str) -> Engine:
+        assert (model, accelerator, dtype, quantize) == ("smollm2-135m", "default", None, None)
         return fast
 
     monkeypatch.setattr(multirate, "load", load)

@@ -28,6 +28,7 @@ from multirate.cli.options import (
     Device,
     Dtype,
     Json,
+    Quantize,
     accelerator_for,
     note,
     write_json,
@@ -85,6 +86,7 @@ def speculative(
         typer.Option("--by-category", help="also speed-up and acceptance by prompts' category"),
     ] = False,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     device: Device = None,
     as_json: Json = False,
     output: Annotated[
@@ -122,7 +124,7 @@ def speculative(
         chosen = accelerator_for(model, accelerator)
     options.require_accelerator(chosen is not None)
 
-    engine = multirate.load(model, chosen, dtype=dtype, device=device)
+    engine = multirate.load(model, chosen, dtype=dtype, quantize=quantize, device=device)
     with _progress() as progress:
         report = bench_speculative(
             engine,

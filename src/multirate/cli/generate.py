@@ -15,6 +15,7 @@ from multirate.cli.options import (
     Dtype,
     Json,
     Model,
+    Quantize,
     accelerator_for,
     note,
     write,
@@ -73,6 +74,7 @@ def generate(
     draft_width: Annotated[int | None, _setting("draft_width")] = None,
     ignore_eos: Annotated[bool, _setting("ignore_eos", "--ignore-eos")] = False,
     dtype: Dtype = None,
+    quantize: Quantize = None,
     device: Device = None,
     as_json: Json = False,
     no_stream: Annotated[
@@ -108,7 +110,9 @@ def generate(
 
     import multirate
 
-    engine = multirate.load(model, accelerator_for(model, accelerator), dtype=dtype, device=device)
+    engine = multirate.load(
+        model, accelerator_for(model, accelerator), dtype=dtype, quantize=quantize, device=device
+    )
     pieces = engine.stream(messages, options, raw=raw)
     result = _show(pieces, as_it_comes=not (as_json or no_stream))
     if as_json:

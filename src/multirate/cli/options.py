@@ -31,6 +31,14 @@ Dtype = Annotated[
         "(the default elsewhere), float32, float16 or auto"
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="int8|int4",
+        help="weights of so many bits, in place of a --dtype; x86 CPUs (needs g++ once) and CUDA "
+        "(needs torchao)",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 

@@ -36,6 +36,7 @@ from multirate.models.loading import (
     decode_dtype,
     end_token_ids,
     load_pretrained,
+    quantized_dtype,
     render_chat,
 )
 from multirate.models.packed import PACKED
@@ -413,6 +414,7 @@ def load(
     accelerator: str | Path | None = None,
     *,
     dtype: str | torch.dtype | None = None,
+    quantize: str | None = None,
     device: str | None = None,
 ) -> Engine:
     """Load a model, with an accelerator if one is given, ready to generate.
@@ -424,25 +426,30 @@ def load(
         dtype: "float32", "bfloat16", "float16", "auto" (as stored) or "packed": float16 weights packed
             for the CPU, float32 arithmetic (`models.packed`). Default: packed where that is possible,
             else bfloat16.
+        quantize: "int8" or "int4": weights of so many bits instead of a dtype (`models.quantized`).
         device: "cpu", "cuda", ...; default the GPU if there is one.
 
     Raises:
         MultirateError: anything that is wrong with the names, files or values; the message says what
             to do.
     """
-    if dtype is None:
-        dtype = decode_dtype(model, device)
-    packed = dtype == PACKED
-    loaded = load_pretrained(model, dtype=torch.float16 if packed else dtype, device=device)
+    packing = quantize
+    if quantize is not None:
+        stored = quantized_dtype(quantize, dtype, device)
+    else:
+        chosen = decode_dtype(model, device) if dtype is None else dtype
+        packing = PACKED if chosen == PACKED else None
+        stored = torch.float16 if packing else chosen
+    loaded = load_pretrained(model, dtype=stored, device=device)
     base = BaseModel(loaded.model)
     stream = None
     if accelerator is not None:
         stream = Accelerator.from_pretrained(accelerator, base)
-    if packed:
-        base.require_packable()
+    if packing:
+        base.require_packable(packing)
         if stream is not None:
-            stream.pack()
-        base.pack()
+            stream.pack(packing)
+        base.pack(packing)
 
     def stock() -> PreTrainedModel:
         return load_pretrained(model, device=device).model
@@ -451,5 +458,5 @@ def load(
         base,
         tokenizer=loaded.tokenizer,
         accelerator=stream,
-        stock=stock if packed else None,
+        stock=stock if packing else None,
     )

@@ -22,6 +22,12 @@ from multirate.config.errors import MultirateError
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
+from multirate.models.quantized import (
+    BITS,
+    QuantizedLinear,
+    quantize_with_torchao,
+    require_quantizable,
+)
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -76,7 +82,7 @@ class BaseModel:
         self.final_norm = cast(nn.Module, body.norm)
         self.rotary_emb = cast(nn.Module, body.rotary_emb)
         self.lm_head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
-        self.packed = False
+        self._packing: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -113,41 +119,64 @@ class BaseModel:
     @property
     def dtype(self) -> torch.dtype:
         """Of activations, keys and values; of the weights too unless they are packed."""
-        return torch.float32 if self.packed else self.embed_tokens.weight.dtype
+        on_cpu = self.device.type == "cpu"
+        return torch.float32 if self.packed and on_cpu else self.embed_tokens.weight.dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether `pack` was called: the weights are in a form for decoding only."""
+        return self._packing is not None
 
     @property
     def dtype_name(self) -> str:
-        """What users call the weights' type: "bfloat16", ..., or "packed"."""
-        return PACKED if self.packed else str(self.dtype).removeprefix("torch.")
+        """What users call the weights' type: "bfloat16", ..., "packed", "int8" or "int4"."""
+        return self._packing or str(self.dtype).removeprefix("torch.")
 
-    def require_packable(self) -> None:
+    def require_packable(self, kind: str = PACKED) -> None:
         """Check that `pack` is possible.
+
+        Args:
+            kind: "packed", or "int8" or "int4" (`models.quantized`).
 
         Raises:
             MultirateError: a device or an architecture that weights cannot be packed for.
         """
-        if not can_pack(self.device) or self.architecture.experts:
+        if kind != PACKED:
+            require_quantizable(kind, self.device, experts=self.architecture.experts)
+        elif not can_pack(self.device) or self.architecture.experts:
             what = "a mixture of experts" if self.architecture.experts else f"on {self.device}"
             raise MultirateError(
                 f"dtype {PACKED!r} is for models without experts on an x86 CPU with AVX2; this one is "
                 f"{what}. Use bfloat16 or float32."
             )
 
-    def pack(self) -> None:
-        """Pack all linear layers (`models.packed`); for decoding only, and not to be undone.
+    def pack(self, kind: str = PACKED) -> None:
+        """Pack all linear layers; for decoding only, and not to be undone.
+
+        Args:
+            kind: "packed" (`models.packed`), or "int8" or "int4" (`models.quantized`).
 
         Raises:
             MultirateError: a device or an architecture that weights cannot be packed for.
         """
-        self.require_packable()
-        pack_linears(self.model)
+        self.require_packable(kind)
+        self._packing = kind
+        if kind == PACKED:
+            pack_linears(self.model)
+        elif self.device.type == "cpu":
+            head = self.lm_head
+            pack_linears(
+                self.model, lambda m: QuantizedLinear.of(m, 8 if m is head else BITS[kind])
+            )
+        else:
+            quantize_with_torchao(self.model, self.lm_head, kind)
+            return
         # The rest (norms, biases) is small; embeddings stay half as large and are cast when looked up.
         for module in self.model.modules():
             if not isinstance(module, nn.Embedding):
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.float()
         self.lm_head = cast(PackedLinear, self.model.get_output_embeddings())
-        self.packed = True
 
     def arena(self, *, rows: int, max_len: int) -> KVArena:
         """A new, empty KV arena of this model's shape, type and device."""

@@ -38,6 +38,7 @@ from multirate.models.architectures import ARCHITECTURES, SUPPORTED_MODEL_TYPES
 from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 from multirate.models.gguf import convert_gguf
 from multirate.models.packed import PACKED, can_pack
+from multirate.models.quantized import QUANTIZATIONS
 
 SUPPORTED = f"Supported model types: {', '.join(SUPPORTED_MODEL_TYPES)}."
 
@@ -246,6 +247,34 @@ def decode_dtype(model: str | Path, device: str | None) -> str:
         return "bfloat16"
     kind = ARCHITECTURES.get(read_config(model).model_type)
     return PACKED if kind is not None and not kind.experts else "bfloat16"
+
+
+def quantized_dtype(
+    quantize: str, dtype: str | torch.dtype | None, device: str | None
+) -> str | torch.dtype:
+    """The dtype to load a model in that is then quantised.
+
+    On a CPU as it is stored, because weights out of a GGUF file are on a grid already; on a GPU
+    bfloat16, the type of activations there.
+
+    Args:
+        quantize: "int8" or "int4".
+        dtype: what else the user asked for.
+        device: as for `load_pretrained`.
+
+    Raises:
+        MultirateError: an unknown quantisation or device, or both a quantisation and a dtype.
+    """
+    if quantize not in QUANTIZATIONS:
+        raise MultirateError(
+            f"Unknown quantisation {quantize!r}. Use one of: {', '.join(QUANTIZATIONS)}."
+        )
+    if dtype is not None:
+        raise MultirateError(
+            f"--quantize {quantize} and --dtype {str(dtype).removeprefix('torch.')} both name the "
+            f"weights' type. Leave one of them out."
+        )
+    return "auto" if _parse_device(device).type == "cpu" else torch.bfloat16
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> None:

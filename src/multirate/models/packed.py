@@ -15,6 +15,8 @@ What is packed can no longer be trained, saved or moved to another device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -62,8 +64,10 @@ def can_pack(device: torch.device | str) -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer below a module by its packed form, one after the other."""
+def pack_linears(
+    module: nn.Module, pack: Callable[[nn.Linear], nn.Module] = PackedLinear.of
+) -> None:
+    """Replace every linear layer below a module by what `pack` makes of it, one after the other."""
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
-            module.set_submodule(name, PackedLinear.of(child))
+            module.set_submodule(name, pack(child))

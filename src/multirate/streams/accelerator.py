@@ -19,7 +19,8 @@ from multirate.config.accelerator import AcceleratorConfig, preset_config
 from multirate.config.errors import MultirateError
 from multirate.models.arena import KVArena
 from multirate.models.base import SLIDING, BaseModel, Block
-from multirate.models.packed import PackedLinear
+from multirate.models.packed import PACKED
+from multirate.models.quantized import draft_packer
 from multirate.streams.entry import CarryEntry, FusedInputs
 from multirate.streams.layers import LeanLayer, Prefix, TiedLayer
 
@@ -84,7 +85,7 @@ class Accelerator(nn.Module):
         self.to(base.device)
 
     base: BaseModel
-    _draft_head: PackedLinear | None
+    _draft_head: nn.Module | None
 
     @classmethod
     def from_preset(cls, preset: str, base: BaseModel, **overrides: Any) -> Accelerator:
@@ -193,7 +194,7 @@ class Accelerator(nn.Module):
         if self.draft_ids is None:
             return base.soft_cap(cast(Tensor, base.lm_head(normed)))
         if self._draft_head is not None:
-            return base.soft_cap(self._draft_head(normed))
+            return base.soft_cap(cast(Tensor, self._draft_head(normed)))
         if self._draft_rows is None:
             # A copy of those rows: gathering them at every step would cost more than it saves. Made
             # outside inference mode, whose tensors could not be used in training later.
@@ -238,21 +239,28 @@ class Accelerator(nn.Module):
                     return
                 layer.fold()
 
-    def pack(self) -> None:
-        """Draft from packed weights (`models.packed`); call it just before the base's own `pack`.
+    def pack(self, kind: str = PACKED) -> None:
+        """Draft from packed weights; call it just before the base's own `pack`, of the same kind.
 
         All layers are folded: packed, they take half the bytes. It cannot be trained afterwards.
+
+        Args:
+            kind: "packed" (`models.packed`), or "int8" or "int4" (`models.quantized`).
         """
+        pack = draft_packer(kind, self.base.device)
         for layer in self.layers:
             if isinstance(layer, TiedLayer):
-                layer.pack()
-        self.float()
+                layer.pack(pack)
+        if self.base.device.type == "cpu":
+            self.float()
         for module in self.modules():
             if isinstance(module, FusedInputs):
-                module.pack()
+                module.pack(pack)
         if self.draft_ids is not None:
             rows = cast(nn.Linear, self.base.lm_head).weight[self.draft_ids]
-            self.__dict__["_draft_head"] = PackedLinear(rows)
+            head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+            head.weight = nn.Parameter(rows.detach(), requires_grad=False)
+            self.__dict__["_draft_head"] = pack(head)
 
     def num_parameters(self) -> int:
         """Trained numbers of the accelerator (the base's are not its own)."""

@@ -8,12 +8,10 @@ fit), plus a second map for later draft steps, where the stream's own states sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-
-from multirate.models.packed import PackedLinear
 
 
 class FusedInputs(nn.Module):
@@ -32,11 +30,11 @@ class FusedInputs(nn.Module):
         # Kept out of the module tree: it is no state to save.
         self.__dict__["packed"] = None
 
-    packed: PackedLinear | None
+    packed: nn.Module | None
 
-    def pack(self) -> None:
-        """Draft faster on a CPU: use a packed copy of the weights (`models.packed`)."""
-        self.__dict__["packed"] = PackedLinear.of(self.linear)
+    def pack(self, pack: Callable[[nn.Linear], nn.Module]) -> None:
+        """Draft faster: use what `pack` makes of the linear layer (`models.packed`, for one)."""
+        self.__dict__["packed"] = pack(self.linear)
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """Inputs, each `[..., D]`, to `[..., D]`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -82,11 +83,11 @@ class TiedLayer(nn.Module):
                 folded.set_submodule(name, module.folded())
         self.__dict__["folded"] = folded
 
-    def pack(self) -> None:
+    def pack(self, pack: Callable[[nn.Linear], nn.Module]) -> None:
         """Fold, and pack the folded weights (`models.packed`); before the base itself is packed."""
         self.fold()
         assert self.folded is not None
-        pack_linears(self.folded)
+        pack_linears(self.folded, pack)
         self.__dict__["tied"] = self.folded  # lets go of the base's own, unpacked weights
 
     def fold_bytes(self) -> int:

@@ -1,0 +1,268 @@
+"""4- and 8-bit weights for decoding (`--quantize`): activations, keys and values stay what they are.
+
+**On x86 CPUs** a weight is `d * q + m` with an unsigned q, and one pair of float16 numbers d and m for
+each output and 32 inputs: with 4 bits the grid of llama.cpp's Q4_1 from the group's smallest to its
+largest weight, with 8 bits that of Q8_0 (m = -128 d). Weights that came from such a file are therefore
+kept exactly, and the model computes what its float32 form computes. Inputs are float32, where llama.cpp
+rounds them to 8 bits. torch's own kernels for such weights are slower here than packed float16 weights,
+and none takes float16 scales, so `quantized.cpp` has one, built on first use: the weights are cut out of
+32-bit words beside the multiplications of up to four rows.
+
+**On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
+one for 32 inputs, activations bfloat16.
+
+Either way an LM head keeps at least 8 bits: it is where rounding shows most. What is quantised can no
+longer be trained, saved or moved to another device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multirate.config.errors import MultirateError
+from multirate.models.gguf import cache_folder
+from multirate.models.packed import PACKED, PackedLinear, can_pack
+
+INT8, INT4 = "int8", "int4"
+QUANTIZATIONS = (INT8, INT4)
+BITS = {INT8: 8, INT4: 4}
+
+GROUP = 32  # inputs that share a scale; as in quantized.cpp
+_BLOCK = 32  # outputs stored side by side; as in quantized.cpp
+_SOURCE = Path(__file__).with_name("quantized.cpp")
+# What the kernel is written for, whichever CPU of the kind compiles it.
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-mavx2", "-mfma", "-mf16c", "-fopenmp")
+
+
+def quantize_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a weight matrix to its grid.
+
+    Args:
+        weight: `[out, in]`, of any type; padded with zeros to whole groups.
+        bits: 4 or 8.
+
+    Returns:
+        q `[out, groups, 32]` int32, d and m `[out, groups]` float16; the weights are `d * q + m`.
+    """
+    weight = F.pad(weight.detach().float(), (0, -weight.shape[1] % GROUP))
+    groups = weight.unflatten(1, (-1, GROUP))
+    if bits == 4:
+        low, high = groups.aminmax(dim=-1)
+        m = low.half()
+        d = ((high - m.float()) / 15).half()
+    else:
+        d = (groups.abs().amax(-1) / 127).half()
+        m = d * -128
+    step = d.float()[..., None]
+    q = (groups - m.float()[..., None]) / torch.where(step == 0, 1, step)
+    return q.round().clamp(0, 2**bits - 1).int(), d, m
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer of 4- or 8-bit weights; `[..., in]` float32 to `[..., out]` float32.
+
+    Args:
+        weight: `[out, in]`, of any type.
+        bias: `[out]` or None.
+        bits: 4 or 8.
+    """
+
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bits = bits
+        q, d, m = quantize_weight(F.pad(weight, (0, 0, 0, -weight.shape[0] % _BLOCK)), bits)
+        depth = 32 // bits
+        words = q.view(q.shape[0], -1, depth) << (bits * torch.arange(depth)).int()
+        # Disjoint bits, whose sum wraps around to the sign as it should.
+        packed = words.sum(-1, dtype=torch.int32)
+        self.register_buffer("weight", _blocks(packed))
+        scales = torch.stack((d, m) if bits == 4 else (d,), dim=-1)
+        self.register_buffer("scales", _blocks(scales))
+        self.register_buffer("bias", None if bias is None else bias.detach().float())
+
+    @classmethod
+    def of(cls, linear: nn.Linear, bits: int) -> QuantizedLinear:
+        """The quantised form of a linear layer, which itself stays as it is."""
+        return cls(linear.weight, linear.bias, bits=bits)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and scales that a pass reads."""
+        return self.weight.nbytes + self.scales.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.multirate.quantized_linear(
+            x, self.weight, self.scales, self.bias, self.bits, self.out_features
+        )
+        return out
+
+
+def draft_packer(kind: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
+    """What packs a drafter's linear layers beside a base packed as `kind`.
+
+    Beside a quantised base they get 8 bits, for adapters folded into 4-bit weights leave their grid; on
+    CUDA they stay as they are.
+    """
+    if kind == PACKED:
+        return PackedLinear.of
+    if device.type == "cpu":
+        return lambda linear: QuantizedLinear.of(linear, 8)
+    return lambda linear: linear
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """`[out, ...]` to `[out / 32, ..., 32]`: outputs of a block side by side."""
+    return x.unflatten(0, (-1, _BLOCK)).movedim(1, -1).contiguous()
+
+
+def require_quantizable(kind: str, device: torch.device | str, *, experts: bool) -> None:
+    """Check that weights of this kind can be used, and get ready for it: build the kernel, find torchao.
+
+    Args:
+        kind: "int8" or "int4".
+        device: of the model.
+        experts: whether it is a mixture of experts, whose expert weights are no linear layers.
+
+    Raises:
+        MultirateError: a device or a model that it is not for, no compiler, no torchao.
+    """
+    device = torch.device(device)
+    if experts or not (device.type == "cuda" or can_pack(device)):
+        what = "a mixture of experts" if experts else f"on {device}"
+        raise MultirateError(
+            f"Quantisation {kind!r} is for models without experts on CUDA or an x86 CPU with AVX2; "
+            f"this one is {what}. Leave it out: bfloat16 or float32 work everywhere."
+        )
+    if device.type == "cuda":
+        _torchao()
+    else:
+        load_kernel()
+
+
+# ---------------------------------------------------------------- CUDA: torchao
+
+
+def _torchao() -> Any:
+    try:
+        return importlib.import_module("torchao.quantization")
+    except ImportError:
+        raise MultirateError(
+            "Quantisation on CUDA needs torchao, which is not installed. Install it with: "
+            "pip install 'multirate[quantize]'"
+        ) from None
+
+
+def quantize_with_torchao(model: nn.Module, head: nn.Module, kind: str) -> None:
+    """Quantise all linear layers of a bfloat16 model in place.
+
+    Args:
+        model: on a CUDA device.
+        head: its LM head, which gets int8 whatever the kind.
+        kind: "int8" or "int4".
+
+    Raises:
+        MultirateError: torchao is not installed.
+    """
+    torchao = _torchao()
+    int8 = torchao.Int8WeightOnlyConfig()
+    layers = int8
+    if kind == INT4:
+        # The one layout of torchao whose kernel comes with torch itself.
+        layers = torchao.Int4WeightOnlyConfig(
+            group_size=GROUP, int4_packing_format="tile_packed_to_4d"
+        )
+
+    def is_layer(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and module is not head
+
+    torchao.quantize_(model, layers, filter_fn=is_layer)
+    torchao.quantize_(model, int8, filter_fn=lambda module, name: module is head)
+
+
+# ---------------------------------------------------------------- CPU: building the kernel
+
+
+@cache
+def load_kernel() -> None:
+    """Make `torch.ops.multirate.quantized_linear` exist, building it if no earlier run has.
+
+    The library is kept in the cache under a name that stands for the source, the flags and torch's
+    version, and appears there whole or not at all.
+
+    Raises:
+        MultirateError: no compiler, it fails, or the cache cannot be written.
+    """
+    key = hashlib.sha256(_SOURCE.read_bytes())
+    key.update(repr((_FLAGS, torch.__version__, sys.platform)).encode())
+    library = cache_folder().parent / "kernels" / f"quantized-{key.hexdigest()[:16]}.so"
+    try:
+        if not library.is_file():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(library.with_suffix(".lock")):
+                if not library.is_file():
+                    _build(library)
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise MultirateError(
+            f"Could not build or load the kernel for quantised weights in {library.parent}: {error}. "
+            f"Point MULTIRATE_CACHE to a writable folder, or use --dtype packed."
+        ) from None
+
+    def shape(
+        x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, bits: int, outputs: int
+    ) -> Tensor:
+        return x.new_empty((*x.shape[:-1], outputs))
+
+    torch.library.register_fake("multirate::quantized_linear", shape)  # for torch.compile
+
+
+def _build(library: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++"))), None)
+    if compiler is None:
+        raise MultirateError(
+            "Quantised weights on a CPU need a C++ compiler once, to build their kernel, and there is "
+            "no g++. Install it (Debian: apt install g++; or name one in CXX), or use --dtype packed."
+        )
+    print(
+        "multirate: building the kernel for quantised weights (once; under a minute)",
+        file=sys.stderr,
+        flush=True,
+    )
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        partial = Path(folder) / library.name
+        run = subprocess.run(
+            [
+                compiler, *_FLAGS, f"-isystem{torch_folder / 'include'}", str(_SOURCE),
+                "-o", str(partial), f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu",
+            ],
+            capture_output=True,
+            text=True,
+        )  # fmt: skip
+        if run.returncode != 0:
+            lines = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
+            raise MultirateError(
+                f"{compiler} could not build the kernel for quantised weights: {lines[0].strip()}. "
+                f"Use g++ 10 or newer, or --dtype packed."
+            )
+        os.replace(partial, library)
