@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_stream_steps import shaken
 from tiny_models import MAX_POSITIONS, TINY_MODELS, VOCABULARY, tiny_model
-from torch import Tensor
 
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode import loop
 from multirate.decode.costs import DraftLength, Outcome, StepCosts, measure_costs
-from multirate.decode.drafter import Draft, Drafter
+from multirate.decode.drafter import Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.sampling import Sampler
 from multirate.models.base import BaseModel
@@ -55,10 +52,9 @@ class Oracle(Drafter):
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], wrong: set[int]) -> None:
         self.outputs, self.wrong = outputs, wrong
 
-    def draft(self, last: Tensor, lengths: Sequence[int], *args: object, **kw: object) -> Draft:
-        count = int(kw["count"])  # type: ignore[call-overload]
-        rows = []
-        for length in lengths:
+    def draft(self, request: DraftRequest) -> Draft:
+        count, rows = request.count, []
+        for length in request.lengths:
             (prompt, output) = next(iter(self.outputs.items()))
             done = length + 1 - len(prompt)  # tokens written so far, the last one included
             ahead = [*output[done : done + count], *[0] * count][:count]
@@ -243,9 +239,10 @@ def test_a_draft_ends_when_the_drafter_is_not_sure() -> None:
         arena = base.arena(rows=2, max_len=12)
         _, states = loop.prefill(base, [[5, 6, 7], [8, 9]], arena, drafter.carry_layers)
         draft = drafter.draft(
-            torch.tensor([3, 4]), [3, 2], states, arena,
-            ids=[[5, 6, 7, 3], [8, 9, 4]], count=5,
-            sampler=Sampler(GenerationOptions(), device="cpu"), go_on=go_on,
+            DraftRequest(
+                torch.tensor([3, 4]), [3, 2], states, arena, [[5, 6, 7, 3], [8, 9, 4]],
+                count=5, sampler=Sampler(GenerationOptions(), device="cpu"), go_on=go_on,
+            )
         )  # fmt: skip
     assert draft.tokens.shape == (2, 2)
     assert [n for n, _ in asked] == [1, 2]

@@ -17,7 +17,7 @@ from multirate.bench.options import SpeculativeOptions
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.costs import DraftLength, Outcome, StepCosts
-from multirate.decode.drafter import AcceleratorDrafter, Draft, Drafter
+from multirate.decode.drafter import AcceleratorDrafter, Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.lookup import NgramFirstDrafter, PromptLookupDrafter
 from multirate.decode.results import GenerationResult
@@ -154,8 +154,10 @@ def drafted(
     arena = BASE.arena(rows=len(texts), max_len=1)
     with torch.inference_mode():
         return drafter.draft(
-            torch.tensor([t[-1] for t in texts]), [len(t) - 1 for t in texts], {}, arena,
-            ids=texts, count=count, sampler=GREEDY, go_on=go_on,
+            DraftRequest(
+                torch.tensor([t[-1] for t in texts]), [len(t) - 1 for t in texts], {}, arena,
+                texts, count=count, sampler=GREEDY, go_on=go_on,
+            )
         )  # fmt: skip
 
 
@@ -226,10 +228,11 @@ class Recorder(Drafter):
     def __init__(self) -> None:
         self.calls = 0
 
-    def draft(self, last: torch.Tensor, *args: object, count: int, **kw: object) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         self.calls += 1
-        probs = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(len(last), count, 4)
-        tokens = torch.full((len(last), count), 60)
+        size = (len(request.last), request.count)
+        probs = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(*size, 4)
+        tokens = torch.full(size, 60)
         return Draft(tokens, probs, torch.tensor([60, 61, 62, 63]))
 
 

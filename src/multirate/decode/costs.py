@@ -134,6 +134,7 @@ class DraftLength:
         self.passed = [0.0] * max_drafts
         self.missed = [0.0] * (max(self.widths) - 1)
         self.caught = [0.0] * (max(self.widths) - 1)
+        self._best: tuple[int, int, float] | None = None  # until the next update
 
     @property
     def max_entries(self) -> int:
@@ -160,6 +161,11 @@ class DraftLength:
 
     def best(self) -> tuple[int, int, float]:
         """The number of drafts and the width with the most expected tokens a second, and that rate."""
+        if self._best is None:
+            self._best = self._find_best()
+        return self._best
+
+    def _find_best(self) -> tuple[int, int, float]:
         assert self.costs is not None
         best, best_rate = (0, 1), 1.0 / self.costs.cycle(0)
         for width in self.widths:
@@ -204,6 +210,7 @@ class DraftLength:
 
     def update(self, outcomes: Sequence[Outcome], width: int = 1) -> None:
         """Learn from one cycle's rows, of trees of this width."""
+        self._best = None
         for seen in (self.reached, self.passed, self.missed, self.caught):
             seen[:] = [FADE * x for x in seen]
         for outcome in outcomes:

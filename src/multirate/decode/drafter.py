@@ -26,6 +26,37 @@ GoOn = Callable[[int, float | None], bool]
 
 
 @dataclass(frozen=True, eq=False)
+class DraftRequest:
+    """What the generation loop asks of a drafter in one cycle.
+
+    Attributes:
+        last: LongTensor `[R]`, each row's last token, not yet in the arena.
+        lengths: verified slots of each row; `last` will sit at slot `lengths[row]`.
+        states: for each of the drafter's `carry_layers` the slow state `[R, 1, D]` one position
+            before `last`.
+        arena: keys and values; slots from `lengths[row]` on are free to use.
+        ids: prompt and output of each row, `last` included: `lengths[row] + 1` ids.
+        count: most drafts, at least 1.
+        sampler: greedy or sampling, as the target is.
+        go_on: asked after each draft but the last, with the number of drafts made and the drafter's
+            own chance that all of them are right (mean over rows); False ends the draft. What is
+            already drafted stays in it, so acceptance remains exact.
+        width: candidates wanted at each position, the draft included; above 1 when greedy only. A
+            drafter may give fewer.
+    """
+
+    last: Tensor
+    lengths: Sequence[int]
+    states: dict[int, Tensor]
+    arena: KVArena
+    ids: Sequence[Sequence[int]]
+    count: int
+    sampler: Sampler
+    go_on: GoOn
+    width: int = 1
+
+
+@dataclass(frozen=True, eq=False)
 class Draft:
     """Guesses for the tokens after the last one of each row.
 
@@ -77,67 +108,32 @@ class Drafter(ABC):
         return 1
 
     @abstractmethod
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
-        """Guess up to `count` tokens for each row.
-
-        Args:
-            last: LongTensor `[R]`, each row's last token, not yet in the arena.
-            lengths: verified slots of each row; `last` will sit at slot `lengths[row]`.
-            states: for each of `carry_layers` the slow state `[R, 1, D]` one position before `last`.
-            arena: keys and values; slots from `lengths[row]` on are free to use.
-            ids: prompt and output of each row, `last` included: `lengths[row] + 1` ids.
-            count: most drafts, at least 1.
-            sampler: greedy or sampling, as the target is.
-            go_on: asked after each draft but the last, with the number of drafts made and the
-                drafter's own chance that all of them are right (mean over rows); False ends the
-                draft. What is already drafted stays in it, so acceptance remains exact.
-            width: candidates wanted at each position, the draft included; above 1 when greedy only.
-                A drafter may give fewer.
-        """
+    def draft(self, request: DraftRequest) -> Draft:
+        """Guess up to `request.count` tokens for each row."""
 
 
 def draft_chain(
-    step: Callable[[int, Tensor], Tensor],
-    last: Tensor,
-    *,
-    count: int,
-    sampler: Sampler,
-    go_on: GoOn,
-    width: int,
-    ids: Tensor | None = None,
+    step: Callable[[int, Tensor], Tensor], request: DraftRequest, ids: Tensor | None = None
 ) -> Draft:
     """Draft one token after another.
 
     Args:
         step: takes the number of drafts made so far and the token `[R]` to continue; returns
             logits `[R, Vd]`.
-        last: LongTensor `[R]`, the token that the first draft follows.
-        count: as in `Drafter.draft`, as are `sampler`, `go_on` and `width`.
+        request: what the loop wants.
         ids: as in `Draft`.
     """
-    token = last
+    sampler, token = request.sampler, request.last
     tokens: list[Tensor] = []
     probs: list[Tensor] = []
     siblings: list[Tensor] = []
-    chance = torch.ones(len(last), device=last.device)
-    for made in range(count):
-        if made > 0 and not go_on(made, float(chance.mean())):
+    chance = torch.ones(len(token), device=token.device)
+    for made in range(request.count):
+        if made > 0 and not request.go_on(made, float(chance.mean())):
             break
         q = sampler.probabilities(sampler.warp_draft(step(made, token)))
         if sampler.greedy:
-            best = q.topk(min(width, q.shape[-1]))
+            best = q.topk(min(request.width, q.shape[-1]))
             chosen, column = best.values[:, 0], best.indices[:, 0]
             others = best.indices[:, 1:]
             siblings.append(others if ids is None else ids[others])
@@ -152,7 +148,7 @@ def draft_chain(
         tokens=torch.stack(tokens, dim=1),
         probs=torch.stack(probs, dim=1) if probs else None,
         ids=ids,
-        siblings=torch.stack(siblings, dim=1) if sampler.greedy and width > 1 else None,
+        siblings=torch.stack(siblings, dim=1) if sampler.greedy and request.width > 1 else None,
     )
 
 
@@ -175,29 +171,15 @@ class AcceleratorDrafter(Drafter):
     def max_width(self) -> int:
         return RANKED
 
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
-        stream, base = self.accelerator, self.accelerator.base
-        carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
+    def draft(self, request: DraftRequest) -> Draft:
+        stream, base, lengths = self.accelerator, self.accelerator.base, request.lengths
+        carried = Carried(tuple(request.states[i] for i in stream.carry_layers), own=False)
 
         def step(made: int, token: Tensor) -> Tensor:
             nonlocal carried
             block = base.block([length + made for length in lengths], 1)
             prefix = stream.prefix(lengths, block.positions)
-            logits, carried = stream.step(token[:, None], carried, block, arena, prefix)
+            logits, carried = stream.step(token[:, None], carried, block, request.arena, prefix)
             return logits[:, 0]
 
-        return draft_chain(
-            step, last, count=count, sampler=sampler, go_on=go_on, width=width, ids=stream.draft_ids
-        )
+        return draft_chain(step, request, stream.draft_ids)

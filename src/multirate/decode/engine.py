@@ -26,7 +26,7 @@ from multirate.decode.costs import (
     measure_costs,
     synchronizer,
 )
-from multirate.decode.drafter import AcceleratorDrafter, Drafter
+from multirate.decode.drafter import AcceleratorDrafter, Drafter, DraftRequest
 from multirate.decode.loop import RowStep, SpeculationCounts, decode
 from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
@@ -291,9 +291,17 @@ class Engine:
 
         def draft() -> None:
             drafter.draft(
-                token, lengths, states, arena, ids=[text] * rows, count=1, sampler=greedy,
-                go_on=lambda *_: False,
-            )  # fmt: skip
+                DraftRequest(
+                    token,
+                    lengths,
+                    states,
+                    arena,
+                    [text] * rows,
+                    count=1,
+                    sampler=greedy,
+                    go_on=lambda *_: False,
+                )
+            )
 
         return measure_costs(
             verify, draft, max_drafts=max_drafts, synchronize=synchronizer(base.device)

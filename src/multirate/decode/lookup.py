@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import Draft, Drafter, GoOn
-from multirate.decode.sampling import Sampler
-from multirate.models.arena import KVArena
+from multirate.decode.drafter import Draft, Drafter, DraftRequest
 
 
 class PromptLookupDrafter(Drafter):
@@ -68,24 +66,14 @@ class PromptLookupDrafter(Drafter):
         longest = min(self.max_ngram, end + 1)
         return next((n for n in range(1, longest) if ids[end - n] != ids[-1 - n]), longest)
 
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
-        count = min(count, self.num_tokens)
+    def draft(self, request: DraftRequest) -> Draft:
+        count = min(request.count, self.num_tokens)
         # A match says nothing of how sure it is: what was accepted so far decides.
-        count = next((n for n in range(1, count) if not go_on(n, None)), count)
-        found = [self.find(row, count) for row in ids]
-        return Draft(tokens=_rectangle(found, last.device), lengths=[len(row) for row in found])
+        count = next((n for n in range(1, count) if not request.go_on(n, None)), count)
+        found = [self.find(row, count) for row in request.ids]
+        return Draft(
+            tokens=_rectangle(found, request.last.device), lengths=[len(row) for row in found]
+        )
 
 
 class NgramFirstDrafter(Drafter):
@@ -118,29 +106,12 @@ class NgramFirstDrafter(Drafter):
     def keep(self, rows: Sequence[int]) -> None:
         self.other.keep(rows)
 
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
-        found = self.lookup.draft(
-            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on
-        )
+    def draft(self, request: DraftRequest) -> Draft:
+        found = self.lookup.draft(request)
         assert found.lengths is not None
         if all(found.lengths):
             return found
-        other = self.other.draft(
-            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on,
-            width=width,
-        )  # fmt: skip
+        other = self.other.draft(request)
         return _merge(found, other) if any(found.lengths) else other
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multirate.decode.acceptance import Acceptance, accept_greedy, accept_sampled
 from multirate.decode.costs import DraftLength, Outcome
-from multirate.decode.drafter import Draft, Drafter
+from multirate.decode.drafter import Draft, Drafter, DraftRequest
 from multirate.decode.sampling import Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.decode.tree import accept_tree, tree_layout
@@ -158,9 +158,18 @@ def decode(
         draft = Draft(rows.last.new_empty((len(rows.index), 0)))
         if drafter is not None and k > 0:
             draft = drafter.draft(
-                rows.last, rows.lengths, rows.states, arena, ids=rows.ids, count=k,
-                sampler=sampler, go_on=cast(DraftLength, draft_length).go_on, width=width,
-            )  # fmt: skip
+                DraftRequest(
+                    rows.last,
+                    rows.lengths,
+                    rows.states,
+                    arena,
+                    rows.ids,
+                    count=k,
+                    sampler=sampler,
+                    go_on=cast(DraftLength, draft_length).go_on,
+                    width=width,
+                )
+            )
         made = draft.lengths or [draft.tokens.shape[1]] * len(rows.index)
         drafted = [max(0, min(n, c.room - 1)) for n, c in zip(made, rows.checkers, strict=True)]
         if draft.siblings is not None:

@@ -8,16 +8,15 @@ Early exit drafts with the base model's own first layers (LayerSkip, Elhoushi et
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import RANKED, Draft, Drafter, GoOn, draft_chain
+from multirate.decode.drafter import RANKED, Draft, Drafter, DraftRequest, draft_chain
 from multirate.decode.loop import prefill
-from multirate.decode.sampling import Sampler
-from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel
 
 
@@ -47,27 +46,16 @@ class EarlyExitDrafter(Drafter):
     def max_width(self) -> int:
         return RANKED
 
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         base = self.base
 
         def step(made: int, token: Tensor) -> Tensor:
-            block = base.block([length + made for length in lengths], 1)
-            h = base.run_layers(base.embed(token[:, None]), 0, self.num_layers, block, arena)
+            block = base.block([length + made for length in request.lengths], 1)
+            h = base.embed(token[:, None])
+            h = base.run_layers(h, 0, self.num_layers, block, request.arena)
             return base.head(h)[:, 0]
 
-        return draft_chain(step, last, count=count, sampler=sampler, go_on=go_on, width=width)
+        return draft_chain(step, request)
 
 
 class ModelDrafter(Drafter):
@@ -104,25 +92,10 @@ class ModelDrafter(Drafter):
     def start(self, *, rows: int, max_len: int) -> Drafter:
         return _ModelRun(self.model, rows=rows, max_len=max_len)
 
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
+    def draft(self, request: DraftRequest) -> Draft:
         """One draft from nothing: `start` gives the drafter that remembers what it has read."""
-        run = self.start(rows=len(ids), max_len=max(len(row) for row in ids) + count)
-        return run.draft(
-            last, lengths, states, arena, ids=ids, count=count, sampler=sampler, go_on=go_on,
-            width=width,
-        )  # fmt: skip
+        longest = max(len(row) for row in request.ids)
+        return self.start(rows=len(request.ids), max_len=longest + request.count).draft(request)
 
 
 class _ModelRun(Drafter):
@@ -140,35 +113,23 @@ class _ModelRun(Drafter):
         self.verified = [self.verified[row] for row in rows]
         self.drafts = [self.drafts[row] for row in rows]
 
-    def draft(
-        self,
-        last: Tensor,
-        lengths: Sequence[int],
-        states: dict[int, Tensor],
-        arena: KVArena,
-        *,
-        ids: Sequence[Sequence[int]],
-        count: int,
-        sampler: Sampler,
-        go_on: GoOn,
-        width: int = 1,
-    ) -> Draft:
-        model = self.model
-        count = min(count, model.context_length - max(len(row) for row in ids) + 1)
+    def draft(self, request: DraftRequest) -> Draft:
+        model, ids = self.model, request.ids
+        count = min(request.count, model.context_length - max(len(row) for row in ids) + 1)
         if count < 1:
-            return Draft(last.new_empty((len(ids), 0)))
+            return Draft(request.last.new_empty((len(ids), 0)))
         h = self._catch_up(ids)
 
         def step(made: int, token: Tensor) -> Tensor:
             nonlocal h
             if made > 0:
-                block = model.block([length + made for length in lengths], 1)
+                block = model.block([length + made for length in request.lengths], 1)
                 h = model.run_layers(
                     model.embed(token[:, None]), 0, model.num_layers, block, self.arena
                 )
             return model.head(h)[:, 0]
 
-        draft = draft_chain(step, last, count=count, sampler=sampler, go_on=go_on, width=width)
+        draft = draft_chain(step, replace(request, count=count))
         self.verified = [len(row) for row in ids]
         self.drafts = draft.tokens[:, :-1].tolist()  # the last one was not run
         return draft
