@@ -1,11 +1,11 @@
 """4- and 8-bit weights for decoding (`--quantize`): activations, keys and values stay what they are.
 
 **On x86 CPUs** a weight is `d * q + m` with an unsigned q, and one pair of float16 numbers d and m for
-each output and 32 inputs: with 4 bits the grid of llama.cpp's Q4_1 from the group's smallest to its
-largest weight, with 8 bits that of Q8_0 (m = -128 d). Weights that came from such a file are therefore
-kept exactly, and the model computes what its float32 form computes. Inputs are float32, where llama.cpp
+each output and 32 inputs: with 4 bits the grid of llama.cpp's Q4_1, with 8 bits that of Q8_0 (m = -128 d).
+Weights that came from such a file are therefore kept exactly, and the model computes what its float32
+form computes; "int8" keeps a matrix in 4 bits where these are exact. Inputs are float32, where llama.cpp
 rounds them to 8 bits. torch's own kernels for such weights are slower here than packed float16 weights,
-and none takes float16 scales, so `quantized.cpp` has one, built on first use: the weights are cut out of
+and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut out of
 32-bit words beside the multiplications of up to four rows.
 
 **On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock
@@ -49,28 +49,73 @@ _SOURCE = Path(__file__).with_name("quantized.cpp")
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-mavx2", "-mfma", "-mf16c", "-fopenmp")
 
 
-def quantize_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a weight matrix to its grid.
+class Grid(NamedTuple):
+    """A weight matrix as `d * q + m`.
+
+    Attributes:
+        q: `[out, groups, 32]` int32, unsigned numbers of so many bits.
+        d: `[out, groups]` float16.
+        m: `[out, groups]` float16.
+    """
+
+    q: Tensor
+    d: Tensor
+    m: Tensor
+
+    @classmethod
+    def of(cls, groups: Tensor, d: Tensor, m: Tensor, *, bits: int) -> Grid:
+        """The nearest numbers of the grid for weights `[out, groups, 32]`."""
+        step = d.float()[..., None]
+        q = (groups - m.float()[..., None]) / torch.where(step == 0, 1, step)
+        return cls(q.round().clamp(0, 2**bits - 1).int(), d, m)
+
+    def groups(self) -> Tensor:
+        """The weights that it stands for, `[out, groups, 32]` float32."""
+        return self.q * self.d.float()[..., None] + self.m.float()[..., None]
+
+
+def quantize_weight(weight: Tensor, bits: int) -> Grid:
+    """Round a weight matrix to a grid.
+
+    With 4 bits a group spans 15 steps of its grid, or as few as 8 where that is nearer: weights that
+    are on such a grid already need not use all of it.
 
     Args:
         weight: `[out, in]`, of any type; padded with zeros to whole groups.
         bits: 4 or 8.
-
-    Returns:
-        q `[out, groups, 32]` int32, d and m `[out, groups]` float16; the weights are `d * q + m`.
     """
     weight = F.pad(weight.detach().float(), (0, -weight.shape[1] % GROUP))
     groups = weight.unflatten(1, (-1, GROUP))
-    if bits == 4:
-        low, high = groups.aminmax(dim=-1)
-        m = low.half()
-        d = ((high - m.float()) / 15).half()
-    else:
+    if bits == 8:
         d = (groups.abs().amax(-1) / 127).half()
-        m = d * -128
-    step = d.float()[..., None]
-    q = (groups - m.float()[..., None]) / torch.where(step == 0, 1, step)
-    return q.round().clamp(0, 2**bits - 1).int(), d, m
+        return Grid.of(groups, d, d * -128, bits=8)
+    low, high = groups.aminmax(dim=-1)
+    m = low.half()
+    best, least = None, None
+    for steps in range(15, 7, -1):
+        grid = Grid.of(groups, ((high - m.float()) / steps).half(), m, bits=4)
+        error = (grid.groups() - groups).square().sum(-1)
+        if best is None or least is None:
+            best, least = grid, error
+        else:
+            better = error < least
+            least = torch.where(better, error, least)
+            q = torch.where(better[..., None], grid.q, best.q)
+            best = Grid(q, torch.where(better, grid.d, best.d), m)
+        if not least.any():
+            break
+    assert best is not None
+    return best
+
+
+def is_exact(weight: Tensor, bits: int) -> bool:
+    """Whether weights `[out, in]` are on a grid of so many bits. The first rows tell most that are not."""
+
+    def holds(part: Tensor) -> bool:
+        kept = quantize_weight(part, bits).groups().flatten(1)[:, : part.shape[1]]
+        return torch.equal(kept, part.float())
+
+    return holds(weight[:_BLOCK]) and holds(weight)
 
 
 class QuantizedLinear(nn.Module):
@@ -90,19 +135,24 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bits = bits
-        q, d, m = quantize_weight(F.pad(weight, (0, 0, 0, -weight.shape[0] % _BLOCK)), bits)
+        grid = quantize_weight(F.pad(weight, (0, 0, 0, -weight.shape[0] % _BLOCK)), bits)
         depth = 32 // bits
-        words = q.view(q.shape[0], -1, depth) << (bits * torch.arange(depth)).int()
+        words = grid.q.view(grid.q.shape[0], -1, depth) << (bits * torch.arange(depth)).int()
         # Disjoint bits, whose sum wraps around to the sign as it should.
         packed = words.sum(-1, dtype=torch.int32)
         self.register_buffer("weight", _blocks(packed))
-        scales = torch.stack((d, m) if bits == 4 else (d,), dim=-1)
+        scales = torch.stack((grid.d, grid.m) if bits == 4 else (grid.d,), dim=-1)
         self.register_buffer("scales", _blocks(scales))
         self.register_buffer("bias", None if bias is None else bias.detach().float())
 
     @classmethod
     def of(cls, linear: nn.Linear, bits: int) -> QuantizedLinear:
-        """The quantised form of a linear layer, which itself stays as it is."""
+        """The quantised form of a linear layer, which itself stays as it is.
+
+        Where 4 bits hold the weights exactly they are used in place of 8, which would not.
+        """
+        if bits == 8 and is_exact(linear.weight, 4):
+            bits = 4
         return cls(linear.weight, linear.bias, bits=bits)
 
     @property
