@@ -1,12 +1,12 @@
 """4- and 8-bit weights for decoding (`--quantize`): activations, keys and values stay what they are.
 
 **On x86 CPUs** a weight is `d * q + m` with an unsigned q, and one pair of float16 numbers d and m for
-each output and 32 inputs: with 4 bits the grid of llama.cpp's Q4_1, with 8 bits that of Q8_0 (m = -128 d).
-Weights that came from such a file are therefore kept exactly, and the model computes what its float32
-form computes; "int8" keeps a matrix in 4 bits where these are exact. Inputs are float32, where llama.cpp
-rounds them to 8 bits. torch's own kernels for such weights are slower here than packed float16 weights,
-and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut out of
-32-bit words beside the multiplications of up to four rows.
+each output and 32 inputs: with 4 bits the grid of llama.cpp's Q4_1, with 8 bits (m = -128 d) that of
+Q8_0. Weights that came from such a file are therefore kept exactly, and the model computes what its
+float32 form computes; "int8" keeps a matrix in 4 bits where these are exact. Inputs are float32, where
+llama.cpp rounds them to 8 bits. torch's own kernels for such weights are slower here than packed float16
+weights, and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut
+out of 32-bit words beside the multiplications of up to four rows.
 
 **On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
 one for 32 inputs, activations bfloat16.
@@ -109,7 +109,7 @@ def quantize_weight(weight: Tensor, bits: int) -> Grid:
 
 
 def is_exact(weight: Tensor, bits: int) -> bool:
-    """Whether weights `[out, in]` are on a grid of so many bits. The first rows tell most that are not."""
+    """Whether weights `[out, in]` are on a grid of so many bits; most that are not show it early."""
 
     def holds(part: Tensor) -> bool:
         kept = quantize_weight(part, bits).groups().flatten(1)[:, : part.shape[1]]
