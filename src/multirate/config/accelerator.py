@@ -49,6 +49,12 @@ class AcceleratorConfig:
         default=(),
         metadata=_help("slow states of the previous position that the carry entry fuses"),
     )
+    own_kv: bool = field(
+        default=False,
+        metadata=_help(
+            "tied layers keep keys and values of their own instead of reading the base's"
+        ),
+    )
     draft_vocab_size: int | None = field(
         default=None, metadata=_help("tokens that drafts may propose; None = all")
     )
@@ -73,6 +79,11 @@ class AcceleratorConfig:
         schedule = self.schedule  # validates the gates
         if self.layer_kind == "lean":
             _at_least("num_heads", self.num_heads, 1)
+        if self.own_kv and (self.entry, self.layer_kind) != ("carry", "tied"):
+            raise MultirateError(
+                f"own_kv=True needs entry='carry' and layer_kind='tied', not {self.entry!r} and "
+                f"{self.layer_kind!r}."
+            )
         if self.attended_tokens is not None:
             _at_least("attended_tokens", self.attended_tokens, 1)
         if self.entry == "carry":
@@ -144,7 +155,7 @@ def _at_least(name: str, value: object, low: int) -> None:
         raise MultirateError(f"{name}={value!r} must be a whole number of at least {low}.")
 
 
-PRESETS = ("carry", "paper")
+PRESETS = ("carry", "paper", "eagle")
 
 
 def preset_config(
@@ -162,6 +173,11 @@ def preset_config(
     R = N/k, rank 8, a quarter of the heads (8 of 32), the 64 best-scoring tokens attended.
     `carry`: what worked best here: the last base layers, a seventh of them but two to four, run again
     (`tied`) on a fusion of the token's embedding with the previous position's deep states.
+    `eagle`: a rival's shape, EAGLE-3's (arXiv 2503.01840), as near as these parts come: one decoder
+    layer with keys and values of its own, features of layers 2, N/2 and N-3, recurrent on its own
+    output and trained on it. It differs in that the layer is the base's last one with adapters of a
+    high rank instead of a new one, in that embedding and features are fused before the layer (as in
+    EAGLE-1) instead of inside its attention, and in its closed-form start.
 
     Args:
         preset: one of `PRESETS`.
@@ -188,6 +204,12 @@ def preset_config(
         chosen = {
             "entry": "carry", "layer_kind": "tied", "gates": (n - k, n), "rank": 64,
             "carry_layers": tuple(deep), "draft_vocab_size": min(16384, vocab_size),
+        }  # fmt: skip
+    elif preset == "eagle":
+        features = sorted({min(2, n), n // 2, max(0, n - 3)})
+        chosen = {
+            "entry": "carry", "layer_kind": "tied", "gates": (n - 1, n), "rank": 128, "own_kv": True,
+            "carry_layers": tuple(features), "draft_vocab_size": min(16384, vocab_size),
         }  # fmt: skip
     else:
         raise MultirateError(f"preset={preset!r} is not known. Allowed: {', '.join(PRESETS)}.")

@@ -107,7 +107,7 @@ output = model.generate(
 | parameters | {num_parameters:,} |
 | preset | {config.preset} |
 | entry | {config.entry} |
-| layers | {config.layer_kind}, rank {config.rank} |
+| layers | {config.layer_kind}, rank {config.rank}{", own keys and values" * config.own_kv} |
 | gates | {", ".join(map(str, config.gates))} of {config.num_layers} layers |
 | draft vocabulary | {drafts} |
 | base model | `{base}`{f", revision `{config.revision}`" if config.revision else ""} |

@@ -32,7 +32,7 @@ class Batch:
     Attributes:
         ids: LongTensor `[B, n]`, right-padded.
         rows: the B texts.
-        starts: first position of each row's window, at least `FIRST_POSITION`.
+        starts: first position of each row's window, at least `FIRST_POSITION`; 1 if `whole`.
         trained: bool `[B, m]`, the position's next token is one to be learned.
     """
 
@@ -59,18 +59,22 @@ def trained_positions(row: Row) -> np.ndarray:
     return learned[1:]
 
 
-def collate(rows: Sequence[Row], *, blank: bool = False) -> Batch:
+def collate(rows: Sequence[Row], *, blank: bool = False, whole: bool = False) -> Batch:
     """A batch of at least one row.
 
     Args:
         rows: the texts.
         blank: train no position: a stand-in for a process that has no row of its own in this step.
+        whole: start every window at position 1, for a stream with keys and values of its own, which
+            must have read the prompt too.
     """
     windows = []
     for row in rows:
         places = trained_positions(row).nonzero()[0]
         windows.append(places if len(places) and not blank else np.array([], dtype=np.int64))
     starts = tuple(int(places[0]) if len(places) else FIRST_POSITION for places in windows)
+    if whole:
+        starts = (1,) * len(rows)
     width = max([1, *(int(p[-1]) - s + 1 for p, s in zip(windows, starts, strict=True) if len(p))])
     ids = torch.zeros((len(rows), max(len(row) for row in rows)), dtype=torch.long)
     trained = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -121,10 +125,10 @@ def grouped(rows: Sequence[Row], *, tokens: int, seed: int | None = None) -> lis
     return [group for group in groups if group]
 
 
-def batches(rows: Sequence[Row], *, tokens: int) -> Iterator[Batch]:
-    """Batches of rows in their order, at most about `tokens` positions each."""
+def batches(rows: Sequence[Row], *, tokens: int, whole: bool = False) -> Iterator[Batch]:
+    """Batches of rows in their order, at most about `tokens` positions each; `whole`: see `collate`."""
     for group in grouped(rows, tokens=tokens):
-        yield collate([rows[i] for i in group])
+        yield collate([rows[i] for i in group], whole=whole)
 
 
 def schedule(rows: Sequence[Row], *, epochs: float, tokens: int, seed: int) -> list[list[int]]:

@@ -68,7 +68,7 @@ class TeacherCache:
         layer = base.arena(rows=1, max_len=1).layers[0]
         position = len(needs.layers) * (layer.keys.numel() + layer.values.numel())
         for row in rows:
-            width = collate([row]).trained.shape[1] + 1
+            width = collate([row], whole=needs.whole).trained.shape[1] + 1
             numbers = len(needs.states) * width * base.hidden_size + len(row) * position
             size = numbers * self.dtype.itemsize + _HEADER_BYTES
             self.wanted_bytes += size
@@ -106,11 +106,11 @@ class TeacherCache:
         if not places:
             return {}
         rows = [batch.rows[i] for i in places]
-        part = collate(rows).to(batch.ids.device)
+        part = collate(rows, whole=self.needs.whole).to(batch.ids.device)
         teacher = run_teacher(self.base, part, self.needs)
         found: dict[int, RowStates] = {}
         for place, (i, row) in enumerate(zip(places, rows, strict=True)):
-            width = collate([row]).trained.shape[1] + 1
+            width = collate([row], whole=self.needs.whole).trained.shape[1] + 1
             found[i] = {f"states.{k}": h[place, :width] for k, h in teacher.states.items()}
             found[i] |= {f"keys.{k}": x[place, :, : len(row)] for k, x in teacher.keys.items()}
             found[i] |= {f"values.{k}": x[place, :, : len(row)] for k, x in teacher.values.items()}

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ class TrainingRun:
         self.accelerator, self.base = accelerator, accelerator.base
         self.rows, self.options, self.settings = rows, options, settings
         self.folder, self.processes, self.report = folder, processes, report
-        self.heldout = list(batching.batches(heldout, tokens=options.batch_tokens))
         self.needs = Needs.of(accelerator.config)
+        self.heldout = list(
+            batching.batches(heldout, tokens=options.batch_tokens, whole=self.needs.whole)
+        )
         self.plan = batching.schedule(
             rows, epochs=options.epochs, tokens=options.batch_tokens, seed=options.seed
         )
@@ -150,14 +153,16 @@ class TrainingRun:
         options, processes = self.options, self.processes
         started = time.perf_counter()
         rows = [self.rows[i] for i in self.plan[self.step]]
-        whole = collate(rows)
+        whole = collate(rows, whole=self.needs.whole)
         counts = [
             int(batching.drafted_positions(whole.trained, s + 1).sum())
             for s in range(options.draft_steps)
         ]
         for group in self.optimizer.param_groups:
             group["lr"] = options.rate(self.step, len(self.plan))
-        shares = processes.shares(whole, options.gradient_accumulation)
+        shares = processes.shares(
+            whole, options.gradient_accumulation, partial(collate, whole=self.needs.whole)
+        )
         sums: dict[str, Tensor] = {}
         for share in shares:
             batch = share.to(self.base.device)

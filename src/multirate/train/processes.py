@@ -7,7 +7,7 @@ which accelerate leaves out: there the module is sharded with torch's `fully_sha
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,7 +111,9 @@ class Processes:
 
     # ------------------------------------------------------------------------------- shares
 
-    def shares(self, whole: Batch, parts: int) -> list[Batch]:
+    def shares(
+        self, whole: Batch, parts: int, collate: Callable[..., Batch] = collate
+    ) -> list[Batch]:
         """This process's share of a step's rows, in `parts` batches; blank ones where rows lack."""
         if parts * self.count == 1:
             return [whole]

@@ -27,18 +27,22 @@ class Needs:
     Attributes:
         states: indices i of slow states h_i; the last one is h_N.
         layers: base layers whose keys and values the stream reads.
+        whole: windows start at the start of each text (`batches.collate`).
     """
 
     states: tuple[int, ...]
     layers: tuple[int, ...]
+    whole: bool = False
 
     @classmethod
     def of(cls, config: AcceleratorConfig) -> Needs:
         targets = {config.schedule.target_layer(i + 1) for i in config.schedule.layers}
         carried = config.carry_layers if config.entry == "carry" else ()
         states = {*targets, *carried, *config.gates[:-1], config.num_layers}
-        layers = {config.source_layer(i) for i in config.schedule.layers}
-        return cls(tuple(sorted(states)), tuple(sorted(layers)))
+        layers = (
+            set() if config.own_kv else {config.source_layer(i) for i in config.schedule.layers}
+        )
+        return cls(tuple(sorted(states)), tuple(sorted(layers)), whole=config.own_kv)
 
 
 @dataclass(frozen=True, eq=False)

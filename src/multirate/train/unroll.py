@@ -3,7 +3,8 @@
 Draft step s at position t sees the teacher's keys and values up to t - s and the stream's own after
 that, and is fed the stream's own state of step s - 1 at position t - 1. That is exactly what it sees
 when it drafts (EAGLE-3's training-time test, arXiv 2503.01840, here over the teacher's own keys and
-values).
+values). A stream with keys and values of its own (`own_kv`) sees, in the teacher's place, what its
+own step 1 wrote.
 
 Shapes: B rows, n positions, m window positions, D hidden size.
 """
@@ -28,10 +29,13 @@ from multirate.train.teacher import TeacherStates, window_positions
 
 
 class UnrolledArena(Cache):
-    """The teacher's keys and values followed by the stream's own, one segment a draft step."""
+    """The teacher's keys and values followed by the stream's own, one segment a draft step.
+
+    Where the teacher has none for a layer, the stream's own are all there is.
+    """
 
     def __init__(self, teacher: TeacherStates, num_layers: int) -> None:
-        nothing = next(iter(teacher.keys.values()))[:, :, :0]
+        nothing = torch.empty(0)
         super().__init__(
             layers=[
                 ArenaLayer(teacher.keys.get(i, nothing), teacher.values.get(i, nothing))
@@ -49,9 +53,10 @@ class UnrolledArena(Cache):
         own = self.own.setdefault(layer_idx, [])
         own.append((key_states, value_states))
         layer, dtype = self.layers[layer_idx], key_states.dtype
-        before_k, before_v = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-        keys = torch.cat([before_k.to(dtype), *(k.to(dtype) for k, _ in own)], dim=2)
-        values = torch.cat([before_v.to(dtype), *(v.to(dtype) for _, v in own)], dim=2)
+        before = (cast(Tensor, layer.keys), cast(Tensor, layer.values))
+        parts = [before, *own] if before[0].numel() else own
+        keys = torch.cat([k.to(dtype) for k, _ in parts], dim=2)
+        values = torch.cat([v.to(dtype) for _, v in parts], dim=2)
         return keys, values
 
 
@@ -70,11 +75,13 @@ class Drafted:
     pairs: list[tuple[Tensor, Tensor]]
 
 
-def unrolled_block(base: BaseModel, batch: Batch, step: int) -> tuple[Block, Prefix]:
+def unrolled_block(
+    base: BaseModel, batch: Batch, step: int, *, own_kv: bool = False
+) -> tuple[Block, Prefix]:
     """Where the windows sit at draft step `step` (from 1), and what they see.
 
     Position t sees the teacher's slots j <= t - step and, of the stream's own step s <= step, slot
-    t - step + s.
+    t - step + s. With `own_kv`, step 1's slots j <= t - step + 1 stand in for the teacher's.
     """
     n, m = batch.ids.shape[1], batch.trained.shape[1]
     positions = window_positions(batch.starts, m, base.device)  # [B, m]
@@ -86,7 +93,11 @@ def unrolled_block(base: BaseModel, batch: Batch, step: int) -> tuple[Block, Pre
         window = base.config.sliding_window if kind == SLIDING else n + m + 1
         teacher = (distance >= step) & (distance < window)
         own = [(ahead == step - s) & (ahead < window) for s in range(1, step + 1)]
-        seen = torch.cat([teacher, torch.cat(own, dim=1).expand(len(teacher), -1, -1)], dim=2)
+        if own_kv:
+            own[0] = (ahead >= step - 1) & (ahead < window)
+        seen = torch.cat(own, dim=1).expand(len(teacher), -1, -1)
+        if not own_kv:
+            seen = torch.cat([teacher, seen], dim=2)
         prefixes[kind] = teacher
         masks[kind] = base.mask(seen[:, None])
     block = Block(positions, positions, None, n, masks, base.rotary(positions))
@@ -108,7 +119,7 @@ def unroll(
     carried = Carried(tuple(teacher.before(i) for i in accelerator.carry_layers), own=False)
     arena = cast(KVArena, UnrolledArena(teacher, base.num_layers))
     for step in range(1, draft_steps + 1):
-        block, prefix = unrolled_block(base, batch, step)
+        block, prefix = unrolled_block(base, batch, step, own_kv=config.own_kv)
         if accelerator.entry is not None:
             start = accelerator.entry(embedding, carried.states, own=carried.own)
         else:
