@@ -12,8 +12,11 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from multirate.config.generation import GenerationOptions
+from multirate.decode import acceptance
 from multirate.decode.acceptance import Acceptance, accept_greedy, accept_sampled
+from multirate.decode.drafter import draw_different
 from multirate.decode.sampling import Sampler, draw_categorical, uniform
+from multirate.decode.tree import Tree
 
 VOCABULARY = 16
 ROWS = 60_000
@@ -46,8 +49,8 @@ def test_greedy_exhaustively() -> None:
     drafts, lengths, targets = (torch.tensor(column) for column in zip(*cases, strict=True))
     acceptance = accept_greedy(drafts, lengths, targets)
     expected = [greedy_by_loop(list(d[:n]), list(t)) for d, n, t in cases]
-    assert acceptance.blocks(drafts) == expected
-    assert acceptance.num_accepted.tolist() == [len(block) - 1 for block in expected]
+    assert acceptance.read(drafts)[0] == expected
+    assert acceptance.entry.tolist() == [len(block) - 1 for block in expected]
 
 
 @given(st.data())
@@ -68,7 +71,7 @@ def test_greedy_with_garbage_padding(data: st.DataObject) -> None:
     drafts = torch.tensor([d + [padding] * (k - len(d)) for d, _ in rows]).reshape(len(rows), k)
     lengths = torch.tensor([len(d) for d, _ in rows])
     acceptance = accept_greedy(drafts.long(), lengths, torch.tensor([t for _, t in rows]))
-    assert acceptance.blocks(drafts) == [greedy_by_loop(d, t) for d, t in rows]
+    assert acceptance.read(drafts)[0] == [greedy_by_loop(d, t) for d, t in rows]
 
 
 # Sampled: the mechanics
@@ -101,7 +104,7 @@ def test_sampled_prefix_is_that_of_a_loop(seed: int, reduced: bool) -> None:
             if u[row, i] >= min(1.0, float(p[row, i, draft]) / float(q[row, i, column])):
                 break
             accepted += 1
-        assert int(acceptance.num_accepted[row]) == accepted
+        assert int(acceptance.entry[row]) == accepted
         if accepted < lengths[row]:  # the corrected token is one the draft proposed too rarely
             token = acceptance.next_token[row]
             proposed = q[row, accepted, ids == token].sum()
@@ -131,27 +134,27 @@ def one_draft(
 @pytest.mark.parametrize("q", [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], None], ids=str)
 def test_an_impossible_token_is_always_rejected(q: list[float] | None) -> None:
     acceptance = one_draft([0.0, 1.0, 0.0], q, 0)
-    assert acceptance.num_accepted.sum() == 0
+    assert acceptance.entry.sum() == 0
     assert (acceptance.next_token == 1).all()
 
 
 def test_the_same_distribution_is_always_accepted() -> None:
     for p in ([0.2, 0.3, 0.5], [1e-38, 0.5, 0.5], [1.0, 0.0, 0.0]):
         acceptance = one_draft(p, p, 0)
-        assert (acceptance.num_accepted == 1).all()
+        assert (acceptance.entry == 1).all()
         assert (acceptance.next_token == 2).all()
 
 
 def test_a_draft_its_drafter_could_not_make_is_accepted_where_possible() -> None:
-    assert (one_draft([0.2, 0.8], [0.0, 1.0], 0).num_accepted == 1).all()
-    assert (one_draft([0.2, 0.8], [1.0], 0, ids=[1]).num_accepted == 1).all()
-    assert (one_draft([0.0, 1.0], [1.0], 0, ids=[1]).num_accepted == 0).all()
+    assert (one_draft([0.2, 0.8], [0.0, 1.0], 0).entry == 1).all()
+    assert (one_draft([0.2, 0.8], [1.0], 0, ids=[1]).entry == 1).all()
+    assert (one_draft([0.0, 1.0], [1.0], 0, ids=[1]).entry == 0).all()
 
 
 def test_an_empty_residual_falls_back_to_the_target() -> None:
     # p never exceeds q (both off by rounding), and the draft is rejected now and then.
     acceptance = one_draft([0.45, 0.25, 0.25], [0.5, 0.25, 0.25], 0, rows=20_000)
-    rejected = acceptance.num_accepted == 0
+    rejected = acceptance.entry == 0
     counts = acceptance.next_token[rejected].bincount(minlength=3)
     assert 1500 < rejected.sum() < 2500
     assert (counts > rejected.sum() * 0.2).all()
@@ -171,7 +174,7 @@ def test_rows_without_drafts_and_padding_that_is_no_id(draft_ids: Tensor | None)
         draft_ids=draft_ids,
         generator=seeded(0),
     )
-    assert acceptance.blocks(drafts) == [[4], [4, 6], [4, 6, 8]]
+    assert acceptance.read(drafts)[0] == [[4], [4, 6], [4, 6, 8]]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -185,7 +188,7 @@ def test_no_drafts_at_all_is_plain_sampling(deterministic: bool) -> None:
         draft_probs=None if deterministic else torch.empty(2, 0, VOCABULARY),
         generator=seeded(0),
     )
-    assert acceptance.num_accepted.tolist() == [0, 0]
+    assert acceptance.entry.tolist() == [0, 0]
     assert acceptance.next_token.tolist() == [3, 5]
 
 
@@ -222,8 +225,8 @@ class Chain:
         out = accept(drafts, lengths, p, draft_probs=q, draft_ids=self.ids, generator=g)
 
         tokens = torch.cat([drafts, drafts[:, :1]], dim=1)
-        tokens.scatter_(1, out.num_accepted[:, None], out.next_token[:, None])
-        done = out.num_accepted + 1
+        tokens.scatter_(1, out.entry[:, None], out.next_token[:, None])
+        done = out.entry + 1
         second = draw_categorical(self.p2[tokens[:, 0]], generator=g)
         tokens[:, 1] = torch.where(done >= 2, tokens[:, 1], second)
         third = draw_categorical(self.p3[tokens[:, 0], tokens[:, 1]], generator=g)
@@ -320,7 +323,7 @@ def correct_from_target(
         draft_probs=draft_probs,
         draft_ids=draft_ids,
         generator=generator,
-    ).num_accepted
+    ).entry
     rows = torch.arange(len(drafts))
     return Acceptance(n, draw_categorical(target_probs[rows, n], generator=generator))
 
@@ -330,3 +333,90 @@ def correct_from_target(
 def test_broken_acceptance_is_told_apart(name: str, broken: Accept) -> None:
     chain = make_chain(name)
     assert chain.pvalue(chain.sample(broken, seed=11)) < 1e-6
+
+
+# Sampled trees: the distribution of what comes out
+
+# Two siblings below the last token, two below the first of them, one below the second.
+SHAPE = torch.tensor([-1, -1, 0, 0, 1])
+
+
+def grow(chain: Chain, kind: str, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """Drafts `[ROWS, 5]` of the tree `SHAPE`, and what they were drawn from."""
+    if kind == "deterministic":
+        best = chain.p1.topk(4).indices  # two of them, not the same in all rows
+        a = best[torch.stack([torch.arange(ROWS) % 4, torch.arange(1, ROWS + 1) % 4], dim=1)]
+        b = chain.p2[a[:, 0]].topk(2).indices
+        c = chain.p2[a[:, 1]].topk(1).indices
+        return torch.cat([a, b, c], dim=1), None
+    assert chain.q1 is not None and chain.q2 is not None
+    sampler = Sampler(GenerationOptions(temperature=1.0, seed=5), device="cpu")
+    ids = torch.arange(VOCABULARY) if chain.ids is None else chain.ids
+    columns, qa = draw_different(chain.q1.expand(ROWS, -1), 2, sampler)
+    if kind == "mixed":  # the first is looked up, the second is drawn without regard to it
+        columns[:, 0] = torch.arange(ROWS) % 3
+        columns[:, 1] = sampler.draw(chain.q1.expand(ROWS, -1))
+        certain = torch.nn.functional.one_hot(columns[:, 0], len(ids)).float()
+        qa = torch.stack([certain, chain.q1.expand(ROWS, -1)], dim=1)
+    a = ids[columns]
+    b, qb = draw_different(chain.q2[a[:, 0]], 2, sampler)
+    c, qc = draw_different(chain.q2[a[:, 1]], 1, sampler)
+    return torch.cat([a, ids[b], ids[c]], dim=1), torch.cat([qa, qb, qc], dim=1)
+
+
+def sample_tree(chain: Chain, kind: str, *, seed: int = 21) -> Tensor:
+    """The first three tokens of ROWS outputs, of which a verified tree gives one to three."""
+    g = seeded(seed)
+    drafts, q = grow(chain, kind, g)
+    a, b, c = drafts[:, :2], drafts[:, 2:4], drafts[:, 4]
+    p = torch.stack(
+        [
+            chain.p1.expand(ROWS, -1),
+            chain.p2[a[:, 0]],
+            chain.p2[a[:, 1]],
+            chain.p3[a[:, 0], b[:, 0]],
+            chain.p3[a[:, 0], b[:, 1]],
+            chain.p3[a[:, 1], c],
+        ],
+        dim=1,
+    )
+    lengths = torch.randint(0, 6, (ROWS,), generator=g)
+    tree = Tree.of(SHAPE)
+    out = accept_sampled(
+        drafts, lengths, p, draft_probs=q, draft_ids=chain.ids, tree=tree, generator=g
+    )
+    blocks, _ = out.read(drafts, tree)
+    done = torch.tensor([len(block) for block in blocks])
+    assert {1, 2, 3} == set(done.tolist())
+    tokens = torch.tensor([[*block, 0, 0][:3] for block in blocks])
+    second = draw_categorical(chain.p2[tokens[:, 0]], generator=g)
+    tokens[:, 1] = torch.where(done >= 2, tokens[:, 1], second)
+    third = draw_categorical(chain.p3[tokens[:, 0], tokens[:, 1]], generator=g)
+    tokens[:, 2] = torch.where(done >= 3, tokens[:, 2], third)
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["arbitrary", "near", "reduced", "top-k", "top-p"])
+@pytest.mark.parametrize("kind", ["without replacement", "mixed", "deterministic"])
+def test_trees_have_the_targets_distribution(name: str, kind: str) -> None:
+    chain = make_chain(name)
+    assert chain.pvalue(sample_tree(chain, kind)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["without replacement", "mixed", "deterministic"])
+def test_siblings_asked_against_the_same_target_are_told_apart(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, "_without", lambda weights, *_: weights)
+    chain = make_chain("arbitrary")
+    assert chain.pvalue(sample_tree(chain, kind)) < 1e-6
+
+
+def test_different_draws_are_different_and_end_with_the_distribution() -> None:
+    q = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).expand(1000, -1)
+    sampler = Sampler(GenerationOptions(temperature=1.0, seed=0), device="cpu")
+    columns, drawn_from = draw_different(q, 4, sampler)
+    assert (columns.sort(dim=1).values == torch.arange(4)).float().mean() > 0.2
+    assert (columns[:, :3].sort(dim=1).values == torch.arange(3)).all()
+    assert torch.allclose(drawn_from.sum(-1), torch.ones(1000, 4))
+    assert (drawn_from.gather(2, columns[..., None]) > 0).all()

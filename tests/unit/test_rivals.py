@@ -233,7 +233,7 @@ class Recorder(Drafter):
         size = (len(request.last), request.count)
         probs = torch.tensor([0.7, 0.1, 0.1, 0.1]).expand(*size, 4)
         tokens = torch.full(size, 60)
-        return Draft(tokens, probs, torch.tensor([60, 61, 62, 63]))
+        return Draft(tokens, probs=probs, ids=torch.tensor([60, 61, 62, 63]))
 
 
 def test_ngrams_first_asks_the_other_drafter_only_where_nothing_matches() -> None:

@@ -67,10 +67,12 @@ def exact(settings: dict[str, Any]) -> np.ndarray:
     return joint.sum(0).numpy()
 
 
-def draw(settings: dict[str, Any], *, strategy: str, seed: int = 0) -> np.ndarray:
+def draw(settings: dict[str, Any], *, strategy: str, seed: int = 0, width: int = 1) -> np.ndarray:
     """Counts of the same pairs over 20,000 generated continuations."""
     counts = np.zeros((VOCABULARY, VOCABULARY))
-    drafts = {"num_draft_tokens": 2} if strategy == "speculative" else {}
+    drafts = {}
+    if strategy == "speculative":
+        drafts = {"num_draft_tokens": 2, "draft_width": width}
     for batch in range(SAMPLES // BATCH):
         results = engine().generate(
             [PROMPT] * BATCH,
@@ -97,9 +99,10 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float(chisquare(observed[keep], wanted[keep]).pvalue)
 
 
+@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_speculative_sampling_has_the_target_distribution(case: str) -> None:
-    counts = draw(CASES[case], strategy="speculative")
+def test_speculative_sampling_has_the_target_distribution(case: str, width: int) -> None:
+    counts = draw(CASES[case], strategy="speculative", width=width)
     assert counts.sum() == SAMPLES
     assert p_value(counts, exact(CASES[case])) > 0.01
 
@@ -121,9 +124,7 @@ def always_accept(
     result = accept_sampled(drafts, lengths, target_probs, **kw)
     rows = torch.arange(len(drafts))
     bonus = target_probs[rows, lengths].argmax(-1)
-    return Acceptance(
-        lengths, torch.where(result.num_accepted == lengths, result.next_token, bonus)
-    )
+    return Acceptance(lengths, torch.where(result.entry == lengths, result.next_token, bonus))
 
 
 def correct_from_target(
@@ -132,10 +133,10 @@ def correct_from_target(
     """Rejects rightly, but draws the correction from p instead of the residual of p and q."""
     result = accept_sampled(drafts, lengths, target_probs, **kw)
     rows = torch.arange(len(drafts))
-    p = target_probs[rows, result.num_accepted]
+    p = target_probs[rows, result.entry]
     fresh = torch.multinomial(p, 1, generator=kw["generator"])[:, 0]
-    corrected = torch.where(result.num_accepted < lengths, fresh, result.next_token)
-    return Acceptance(result.num_accepted, corrected)
+    corrected = torch.where(result.entry < lengths, fresh, result.next_token)
+    return Acceptance(result.entry, corrected)
 
 
 @pytest.mark.parametrize("broken", [always_accept, correct_from_target])

@@ -1,106 +1,214 @@
-"""Draft trees: layout, greedy acceptance and losslessness."""
+"""Draft trees: shape, greedy acceptance, and losslessness of any tree that a drafter may give."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
-from tiny_models import tiny_model
-from torch import Tensor
+from tiny_models import MAX_POSITIONS, VOCABULARY, tiny_model
 
+from multirate.decode.acceptance import accept_greedy
 from multirate.decode.costs import DraftLength, Outcome, StepCosts
+from multirate.decode.drafter import Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.results import GenerationResult
 from multirate.decode.rivals import EarlyExitDrafter
-from multirate.decode.tree import accept_tree, tree_layout
+from multirate.decode.tree import Tree, caterpillar, path_to
 from multirate.models.base import BaseModel
 
 
-def test_layout_by_hand() -> None:
-    depths, mask = tree_layout(2, 2)  # last, c1, c2, s1, s2
-    assert depths.tolist() == [0, 1, 2, 1, 2]
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 1],
+def test_shape_by_hand() -> None:
+    tree = Tree.of(torch.tensor([-1, 0, -1, 1, 2]))
+    assert tree.parents.tolist() == [[0, 1, 0, 2, 3]]
+    assert tree.depths.tolist() == [[0, 1, 2, 1, 3, 2]]
+    assert tree.mask[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+        [1, 0, 0, 1, 0, 1],
     ]
-    depths, mask = tree_layout(3, 1)
-    assert depths.tolist() == [0, 1, 2, 3] and torch.equal(mask, torch.ones(4, 4).tril().bool())
+    assert path_to(4, tree.parents[0].tolist()) == [1, 2, 4] and path_to(0, [0]) == []
 
 
-def outcome(
-    drafts: list[int], siblings: list[list[int]], targets: list[int], length: int | None = None
-) -> tuple[list[int], int, bool]:
-    found = accept_tree(
-        torch.tensor([drafts]),
-        torch.tensor([siblings]),
-        torch.tensor([len(drafts) if length is None else length]),
-        torch.tensor([targets]),
-    )
-    block = found.acceptance.blocks(found.drafts)[0]
-    return block, int(found.entry), bool(found.rank >= 0)
+def test_a_long_chain_is_the_tree_of_its_parents() -> None:
+    for n in (0, 1, 2, 3, 4, 5, 16, 33):
+        tree, chain = Tree.of(torch.arange(-1, n - 1)), Tree.chain(n, torch.device("cpu"))
+        for made, known in zip(tree.__dict__.values(), chain.__dict__.values(), strict=True):
+            assert torch.equal(made, known)
 
 
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [
-        # entries: last, c1 = 11, c2 = 12, siblings of c1 (21, 31), of c2 (22, 32)
-        ([11, 12, 13, 0, 0, 0, 0], ([11, 12, 13], 2, False)),  # the whole chain and the bonus
-        ([11, 32, 0, 0, 0, 0, 77], ([11, 32, 77], 6, True)),  # second runner-up of c2
-        ([21, 0, 0, 88, 0, 0, 0], ([21, 88], 3, True)),  # runner-up of c1; the chain ends there
-        ([31, 12, 0, 0, 99, 0, 0], ([31, 99], 4, True)),
-        ([55, 12, 0, 0, 0, 0, 0], ([55], 0, False)),  # nothing fits
-        (
-            [11, 21, 0, 5, 5, 5, 5],
-            ([11, 21], 1, False),
-        ),  # a sibling of another depth does not count
-    ],
-)
-def test_acceptance_by_hand(targets: list[int], expected: tuple[list[int], int, bool]) -> None:
-    assert outcome([11, 12], [[21, 31], [22, 32]], targets) == expected
+def test_caterpillar_by_hand() -> None:
+    tokens, parents = caterpillar(torch.tensor([[11, 12]]), torch.tensor([[[21, 31], [22, 32]]]))
+    assert tokens.tolist() == [[11, 12, 21, 31, 22, 32]]
+    assert parents.tolist() == [-1, 0, -1, -1, 0, 0]
 
 
-def test_nothing_stays_beyond_a_rows_own_length() -> None:
-    assert outcome([11, 12], [[21], [22]], [11, 12, 13, 0, 0], length=1) == ([11, 12], 1, False)
-    assert outcome([11, 12], [[21], [22]], [11, 22, 13, 0, 7], length=1) == ([11, 22], 1, False)
-    assert outcome([11, 12], [[21], [22]], [21, 0, 0, 7, 0], length=0) == ([21], 0, False)
-
-
-def brute_force(drafts: Tensor, siblings: Tensor, length: int, targets: Tensor) -> list[int]:
-    """Walk the tree token by token."""
-    k, others = siblings.shape
-    block, entry = [], 0
-    for depth in range(length):
-        block.append(int(targets[entry]))
-        if block[-1] == int(drafts[depth]):
-            entry = depth + 1
-            continue
-        hits = (siblings[depth] == block[-1]).nonzero()
-        if len(hits) == 0:
+def walk(tokens: list[int], parents: list[int], length: int, targets: list[int]) -> list[int]:
+    """What greedy decoding writes along the tree, token by token; parents are block entries."""
+    block, entry = [targets[0]], 0
+    while True:
+        hits = [
+            i + 1
+            for i in range(length)
+            if parents[i] == entry and tokens[i] == block[-1]
+        ]  # fmt: skip
+        if not hits:
             return block
-        return [*block, int(targets[1 + k + depth * others + int(hits[0])])]
-    return [*block, int(targets[entry])]
+        entry = hits[0]
+        block.append(targets[entry])
 
 
 def test_acceptance_against_a_walk() -> None:
+    """Random trees, another for each row; siblings may be equal here, the eldest then counts."""
     g = torch.Generator().manual_seed(0)
-    sibling_hits = 0
+    branched = 0
     for _ in range(300):
-        k, width = (
-            int(torch.randint(1, 5, (), generator=g)),
-            int(torch.randint(2, 5, (), generator=g)),
+        n = int(torch.randint(0, 9, (), generator=g))
+        tokens = torch.randint(0, 3, (4, n), generator=g)
+        parents = (
+            torch.stack([torch.randint(-1, max(i, 0), (4,), generator=g) for i in range(n)], 1)
+            if n
+            else torch.empty(4, 0, dtype=torch.long)
         )
-        ranked = torch.rand(3, k, 6, generator=g).argsort(-1)[..., :width]
-        targets = torch.randint(0, 6, (3, 1 + k * width), generator=g)
-        lengths = torch.randint(0, k + 1, (3,), generator=g)
-        found = accept_tree(ranked[..., 0], ranked[..., 1:], lengths, targets)
-        blocks = found.acceptance.blocks(found.drafts)
-        for r in range(3):
-            expected = brute_force(ranked[r, :, 0], ranked[r, :, 1:], int(lengths[r]), targets[r])
+        for i in range(n):  # no token twice below one parent
+            for r in range(4):
+                same = (tokens[r, :i] == tokens[r, i]) & (parents[r, :i] == parents[r, i])
+                if same.any():
+                    tokens[r, i] = 5 + i
+        targets = torch.randint(0, 3, (4, n + 1), generator=g)
+        lengths = torch.randint(0, n + 1, (4,), generator=g)
+        tree = Tree.of(parents)
+        blocks, paths = accept_greedy(tokens, lengths, targets, tree).read(tokens, tree)
+        for r in range(4):
+            up = tree.parents[r].tolist()
+            expected = walk(tokens[r].tolist(), up, int(lengths[r]), targets[r].tolist())
             assert blocks[r] == expected
-        sibling_hits += int((found.rank >= 0).sum())
-    assert sibling_hits > 100
+            assert [int(tokens[r, i - 1]) for i in paths[r]] == expected[:-1]
+            branched += paths[r] != list(range(1, len(paths[r]) + 1))
+    assert branched > 100
+
+
+class Forest(Drafter):
+    """Random trees, another for each row and cycle, some of whose branches are the true output.
+
+    Args:
+        outputs: what each prompt is continued with by plain decoding.
+        entries: drafts of a row, different for each.
+        shared: the same shape for all rows.
+    """
+
+    def __init__(
+        self, outputs: dict[tuple[int, ...], list[int]], entries: int, *, shared: bool
+    ) -> None:
+        self.outputs, self.entries, self.shared = outputs, entries, shared
+        self.generator = torch.Generator().manual_seed(1)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        n, g = self.entries, self.generator
+        rows = len(request.ids)
+        parents = [
+            [int(torch.randint(-1, i, (), generator=g)) if i else -1 for i in range(n)]
+        ] * rows
+        if not self.shared:
+            parents = [
+                [int(torch.randint(-1, i, (), generator=g)) if i else -1 for i in range(n)]
+                for _ in range(rows)
+            ]
+        tokens, lengths = [], []
+        for ids, up in zip(request.ids, parents, strict=True):
+            text, output = next(
+                (p, o) for p, o in self.outputs.items() if tuple(ids[: len(p)]) == p
+            )
+            ahead = [*output[len(ids) - len(text) :], *[0] * n]
+            depth: list[int] = []
+            taken: set[tuple[int, int]] = set()
+            row = []
+            for parent in up:
+                depth.append(0 if parent < 0 else depth[parent] + 1)
+                right = int(torch.randint(0, 3, (), generator=g)) > 0
+                token = (
+                    ahead[depth[-1]]
+                    if right
+                    else int(torch.randint(0, VOCABULARY, (), generator=g))
+                )
+                while (parent, token) in taken:
+                    token = (token + 1) % VOCABULARY
+                taken.add((parent, token))
+                row.append(token)
+            tokens.append(row)
+            lengths.append(int(torch.randint(0, n + 1, (), generator=g)))
+        up_tensor = torch.tensor(parents[0] if self.shared else parents)
+        return Draft(torch.tensor(tokens), up_tensor, lengths=lengths)
+
+
+def forest(base: BaseModel, prompts: Sequence[list[int]], *, entries: int, shared: bool, new: int,
+           **settings: object) -> tuple[list[GenerationResult], list[GenerationResult]]:  # fmt: skip
+    plain = Engine(base).generate(list(prompts), max_new_tokens=new, ignore_eos=True, **settings)
+    outputs = {tuple(p): r.token_ids for p, r in zip(prompts, plain, strict=True)}
+    engine = Engine(base, drafter=Forest(outputs, entries, shared=shared))
+    found = engine.generate(
+        list(prompts), max_new_tokens=new, num_draft_tokens=8, ignore_eos=True, **settings
+    )
+    return plain, found
+
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma3_text", "qwen3", "gemma2", "llama-eager", "mixtral"]
+)
+def test_any_tree_writes_what_plain_decoding_writes(name: str, shared: bool) -> None:
+    """Other trees for each row, accepted paths that lie scattered, windows shorter than the text."""
+    plain, found = forest(BaseModel(tiny_model(name)), PROMPTS, entries=8, shared=shared, new=40)
+    assert [f.token_ids for f in found] == [p.token_ids for p in plain]
+    accepted = sum(f.speculation.num_accepted_tokens for f in found if f.speculation)
+    assert accepted > 30
+
+
+def test_trees_up_to_the_end_of_the_context() -> None:
+    base = BaseModel(tiny_model("llama"))
+    plain, found = forest(base, PROMPTS, entries=8, shared=False, new=MAX_POSITIONS)
+    assert [f.token_ids for f in found] == [p.token_ids for p in plain]
+    assert [len(f.token_ids) + f.prompt_tokens for f in found] == [MAX_POSITIONS] * 3
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 5])
+def test_a_limit_inside_an_accepted_path(new: int) -> None:
+    plain, found = forest(BaseModel(tiny_model("llama")), PROMPTS, entries=8, shared=False, new=new)
+    assert [f.token_ids for f in found] == [p.token_ids for p in plain]
+    for f in found:
+        assert f.speculation is not None and f.speculation.num_accepted_tokens <= max(0, new - 1)
+
+
+def test_an_end_token_inside_an_accepted_path() -> None:
+    """The row ends at it, whatever of its path stands behind, and the others go on."""
+    base = BaseModel(tiny_model("llama"))
+    outputs = {
+        tuple(p): r.token_ids
+        for p, r in zip(PROMPTS, Engine(base).generate(PROMPTS, max_new_tokens=30, ignore_eos=True),
+                        strict=True)
+    }  # fmt: skip
+    base.model.generation_config.eos_token_id = next(iter(outputs.values()))[11]
+    plain = Engine(base).generate(PROMPTS, max_new_tokens=30)
+    assert min(len(p.token_ids) for p in plain) < 30
+    engine = Engine(base, drafter=Forest(outputs, 8, shared=False))
+    found = engine.generate(PROMPTS, max_new_tokens=30, num_draft_tokens=8)
+    assert [f.token_ids for f in found] == [p.token_ids for p in plain]
+    assert [f.finish_reason for f in found] == [p.finish_reason for p in plain]
+
+
+def test_processors_see_the_path_of_each_branch() -> None:
+    plain, found = forest(
+        BaseModel(tiny_model("llama")), PROMPTS, entries=8, shared=False, new=30,
+        repetition_penalty=1.3,
+    )  # fmt: skip
+    assert [f.token_ids for f in found] == [p.token_ids for p in plain]
+    assert sum(f.speculation.num_accepted_tokens for f in found if f.speculation) > 20
 
 
 def passes(results: list[GenerationResult]) -> int:
@@ -137,20 +245,6 @@ def test_a_tree_as_wide_as_the_vocabulary_is_always_right() -> None:
     plain = engine.generate([3, 4, 5], strategy="plain", max_new_tokens=21, ignore_eos=True)
     assert found.token_ids == plain.token_ids
     assert found.speculation.num_drafts == 10 == found.speculation.num_accepted_tokens
-
-
-def test_trees_are_for_greedy_decoding_without_a_view_of_the_text() -> None:
-    base = BaseModel(tiny_model("llama"))
-    engine = Engine(base, drafter=EarlyExitDrafter(base, 2))
-    settings = {"num_draft_tokens": 2, "draft_width": 3, "max_new_tokens": 12, "ignore_eos": True}
-    penalised = engine.generate([3, 4, 5], repetition_penalty=1.3, **settings)
-    plain = engine.generate(
-        [3, 4, 5], strategy="plain", repetition_penalty=1.3, max_new_tokens=12, ignore_eos=True
-    )
-    assert penalised.token_ids == plain.token_ids
-    for result in (penalised, engine.generate([3, 4, 5], temperature=1.0, seed=0, **settings)):
-        spec = result.speculation
-        assert spec.num_draft_tokens <= 2 * spec.num_drafts
 
 
 def test_the_width_pays_where_rows_are_cheap_and_runners_up_are_right() -> None:

@@ -66,7 +66,7 @@ class GenerationOptions:
     draft_width: int | None = field(
         default=None,
         metadata={
-            "help": "Candidates verified for each drafted token, greedy only; 1 = a chain. Chosen from "
+            "help": "Candidates verified for each drafted token; 1 = a chain. Chosen from "
             "measured step costs if not given; 1 with num_draft_tokens."
         },
     )

@@ -1,11 +1,11 @@
-"""Which drafted tokens stay: exact acceptance of a chain of drafts.
+"""Which drafted tokens stay: exact acceptance of trees of drafts, a chain being one of them.
 
 Pure functions on tensors; nothing here knows a model, a cache or a stop condition. The emitted
-tokens follow the target's distribution exactly, whatever the drafter proposes (Leviathan et al.
-2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+tokens follow the target's distribution exactly, whatever the drafter proposes (chains: Leviathan et
+al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318; trees: SpecInfer, arXiv 2305.09781).
 
-Shapes: R rows, k drafts at most, V vocabulary, Vd the drafter's (reduced) vocabulary. A row with
-fewer than k drafts says so in `lengths`; what stands beyond is padding and may hold anything.
+Shapes: R rows, n drafts at most, V vocabulary, Vd the drafter's (reduced) vocabulary. A row with
+fewer than n drafts says so in `lengths`; what stands beyond is padding and may hold anything.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from multirate.decode.sampling import draw_categorical, uniform
+from multirate.decode.tree import Tree, path_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,38 +22,59 @@ class Acceptance:
     """The outcome of one verification.
 
     Attributes:
-        num_accepted: LongTensor `[R]`, how many of the row's drafts stay.
-        next_token: LongTensor `[R]`, the target's own token after them: the correction of the
-            first rejected draft, or the bonus token when all stay.
+        entry: LongTensor `[R]`, the block entry of the last token that stays: 0 if no draft does, i
+            for draft i - 1. Of a chain it is the number of drafts that stay.
+        next_token: LongTensor `[R]`, the target's own token after it.
     """
 
-    num_accepted: Tensor
+    entry: Tensor
     next_token: Tensor
 
-    def blocks(self, drafts: Tensor) -> list[list[int]]:
-        """Each row's new tokens: its accepted drafts `[R, k]`, then `next_token`.
+    def read(
+        self, drafts: Tensor, tree: Tree | None = None
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Move the results to the host: the one place here that waits for the device.
 
-        Moves the results to the host: the one place here that waits for the device.
+        Args:
+            drafts: LongTensor `[R, n]`.
+            tree: of the drafts; None for a chain.
+
+        Returns:
+            For each row its new tokens (the drafts that stay, then `next_token`), and the block
+            entries of the drafts that stay.
         """
-        table = torch.cat(
-            [self.num_accepted[:, None], self.next_token[:, None], drafts.to(torch.long)], dim=1
-        ).tolist()
-        return [[*row[2 : 2 + row[0]], row[1]] for row in table]
+        rows, n = drafts.shape
+        parts = [self.entry[:, None], self.next_token[:, None], drafts.to(torch.long)]
+        if tree is not None:
+            parts.append(tree.parents.expand(rows, n))
+        blocks, paths = [], []
+        for entry, token, *rest in torch.cat(parts, dim=1).tolist():
+            path = list(range(1, entry + 1)) if tree is None else path_to(entry, rest[n:])
+            blocks.append([*(rest[i - 1] for i in path), token])
+            paths.append(path)
+        return blocks, paths
 
 
-def accept_greedy(drafts: Tensor, lengths: Tensor, targets: Tensor) -> Acceptance:
-    """Keep the longest prefix of the drafts that greedy decoding would have written itself.
+def accept_greedy(
+    drafts: Tensor, lengths: Tensor, targets: Tensor, tree: Tree | None = None
+) -> Acceptance:
+    """Keep the longest root path of the drafts that greedy decoding would have written itself.
 
     Args:
-        drafts: LongTensor `[R, k]`.
-        lengths: LongTensor `[R]`, valid drafts of each row, 0..k.
-        targets: LongTensor `[R, k + 1]`, argmax of the target's scores at each position.
+        drafts: LongTensor `[R, n]`.
+        lengths: LongTensor `[R]`, valid drafts of each row, 0..n.
+        targets: LongTensor `[R, n + 1]`, argmax of the target's scores at each block entry.
+        tree: of the drafts; None for a chain.
     """
-    k = drafts.shape[1]
-    assert targets.shape == (drafts.shape[0], k + 1)
-    matches = (drafts == targets[:, :k]) & _valid(drafts, lengths)
-    num_accepted = _leading(matches)
-    return Acceptance(num_accepted, targets.gather(1, num_accepted[:, None]).squeeze(1))
+    rows, n = drafts.shape
+    assert targets.shape == (rows, n + 1)
+    tree = tree or Tree.chain(n, drafts.device)
+    wanted = targets.gather(1, tree.parents.expand(rows, n))
+    right = torch.ones((rows, n + 1), dtype=torch.bool, device=drafts.device)
+    right[:, 1:] = (drafts == wanted) & _valid(drafts, lengths)
+    stays = (right[:, None, :] | ~tree.mask).all(-1)
+    entry = torch.where(stays, tree.depths, -1).argmax(1)
+    return Acceptance(entry, targets.gather(1, entry[:, None]).squeeze(1))
 
 
 def accept_sampled(
@@ -62,23 +84,28 @@ def accept_sampled(
     *,
     draft_probs: Tensor | None,
     draft_ids: Tensor | None = None,
+    tree: Tree | None = None,
     generator: torch.Generator,
 ) -> Acceptance:
     """Speculative sampling: the emitted tokens are distributed exactly as the target's.
 
-    Draft d at position i stays with probability min(1, p_i(d) / q_i(d)). At the first that does
-    not, the next token is drawn from max(p_i - q_i, 0), normalised; if all stay, from p after
-    them.
+    The walk starts at the last token with weights p, the target's distribution there. Its children
+    are asked in their order: d, proposed from q, stays with probability min(1, p(d) / q(d)), and the
+    walk goes on from there. If it does not, p becomes max(p - q, 0), normalised, for the next
+    child. When no child is left, the next token is drawn from p (recursive rejection sampling).
 
     Args:
-        drafts: LongTensor `[R, k]`, each drawn from its `draft_probs`.
-        lengths: LongTensor `[R]`, valid drafts of each row, 0..k. A row's number of drafts may
-            depend on what came before, never on the value of a draft that is then left out.
-        target_probs: p, float32 `[R, k + 1, V]`, after every processor.
-        draft_probs: q, float32 `[R, k, Vd]`: the distribution that was really sampled. None if
-            the drafts were not drawn at random (greedy draft, n-gram lookup): q is then 1 at d.
+        drafts: LongTensor `[R, n]`, each drawn from its `draft_probs`.
+        lengths: LongTensor `[R]`, valid drafts of each row, 0..n. Which drafts a row has may depend
+            on what was drawn before them, never on the value of a draft that is then left out.
+        target_probs: p, float32 `[R, n + 1, V]`, after every processor.
+        draft_probs: q, float32 `[R, n, Vd]`: the distribution that each draft was really drawn from,
+            given its ancestors and the siblings before it (drawn without replacement: without
+            those). None if the drafts were not drawn at random (best choices, n-gram lookup): q
+            is then 1 at d.
         draft_ids: LongTensor `[Vd]`, distinct full ids of the columns of q; ids that are not
             among them have q = 0. None if Vd is V.
+        tree: of the drafts; None for a chain.
         generator: the source of randomness, on the tensors' device.
 
     Numerical edges, each settled so that the output stays the target's:
@@ -87,53 +114,66 @@ def accept_sampled(
           promise (an id outside its vocabulary, a weight that underflowed) has the draft
           accepted, which is the limit of min(1, p/q) for small q.
         - If rounding leaves max(p - q, 0) without any weight, p and q are equal up to rounding
-          (or p is a point mass at d), and the next token is drawn from p.
+          (or p is a point mass at d), and p stays as it is.
     """
-    rows, k = drafts.shape
-    assert target_probs.shape[:2] == (rows, k + 1)
-    assert draft_probs is None or draft_probs.shape[:2] == (rows, k)
-    vocabulary = target_probs.shape[-1]
+    rows, n = drafts.shape
+    assert target_probs.shape[:2] == (rows, n + 1)
+    assert draft_probs is None or draft_probs.shape[:2] == (rows, n)
     valid = _valid(drafts, lengths)
     drafts = drafts.where(valid, 0)  # padding may not be an id at all
+    parents = (tree or Tree.chain(n, drafts.device)).parents.expand(rows, n)
+    q_drafted = _drafted_probs(
+        drafts, draft_probs, draft_ids, vocabulary=target_probs.shape[-1]
+    )  # [R, n]
+    u = uniform((rows, n), generator=generator)
 
-    p_drafted = target_probs[:, :k].gather(2, drafts[..., None]).squeeze(2)
-    q_drafted = _drafted_probs(drafts, draft_probs, draft_ids, vocabulary=vocabulary)
-    # u < p/q without the division: u < 1, so p >= q always stays; 0 < 0 never does.
-    u = uniform((rows, k), generator=generator)
-    num_accepted = _leading((u * q_drafted < p_drafted) & valid)
+    entry = torch.zeros(rows, dtype=torch.long, device=drafts.device)
+    weights = target_probs[:, 0]  # p at `entry`, not normalised: it sums to `total`
+    total = torch.ones(rows, device=drafts.device)
+    for i in range(n):  # a child stands behind its parent and its elder siblings
+        asked = valid[:, i] & (parents[:, i] == entry)
+        p_drafted = weights.gather(1, drafts[:, i, None]).squeeze(1)
+        # u < p/q without the division: u < 1, so p >= q always stays; 0 < 0 never does.
+        stays = asked & (u[:, i] * q_drafted[:, i] * total < p_drafted)
+        residual = _without(weights, total, drafts[:, i], draft_probs, draft_ids, i)
+        left = residual.sum(1)
+        reduced = asked & ~stays & (left > 0)
+        entry = torch.where(stays, i + 1, entry)
+        total = torch.where(stays, 1.0, torch.where(reduced, left, total))
+        weights = torch.where(
+            stays[:, None],
+            target_probs[:, i + 1],
+            torch.where(reduced[:, None], residual, weights),
+        )
+    return Acceptance(entry, draw_categorical(weights, generator=generator))
 
-    row = torch.arange(rows, device=drafts.device)
-    weights = target_probs[row, num_accepted]  # [R, V]
-    if k > 0:
-        rejected = (num_accepted < lengths)[:, None]
-        position = num_accepted.clamp(max=k - 1)  # the clamped rows rejected nothing
-        q = torch.zeros_like(weights)
-        if draft_probs is None:
-            q.scatter_(1, drafts[row, position][:, None], 1.0)
-        elif draft_ids is None:
-            q = draft_probs[row, position]
-        else:
-            q.index_copy_(1, draft_ids, draft_probs[row, position])
-        residual = (weights - q).clamp_(min=0)
-        usable = rejected & (residual.sum(dim=1, keepdim=True) > 0)
-        weights = torch.where(usable, residual, weights)
-    return Acceptance(num_accepted, draw_categorical(weights, generator=generator))
+
+def _without(
+    weights: Tensor,
+    total: Tensor,
+    draft: Tensor,
+    draft_probs: Tensor | None,
+    draft_ids: Tensor | None,
+    i: int,
+) -> Tensor:
+    """max(p - q, 0) of draft i, `[R, V]`, for p of sum `total`."""
+    if draft_probs is None:
+        return weights.scatter(1, draft[:, None], 0.0)
+    q = draft_probs[:, i] * total[:, None]
+    if draft_ids is None:
+        return (weights - q).clamp_(min=0)
+    return weights.index_add(1, draft_ids, -q).clamp_(min=0)
 
 
 def _valid(drafts: Tensor, lengths: Tensor) -> Tensor:
-    """Bool `[R, k]`: which drafts are drafts, not padding."""
+    """Bool `[R, n]`: which drafts are drafts, not padding."""
     return torch.arange(drafts.shape[1], device=drafts.device) < lengths[:, None]
-
-
-def _leading(accepted: Tensor) -> Tensor:
-    """How many of `[R, k]` are true before the first that is not: LongTensor `[R]`."""
-    return accepted.to(torch.long).cumprod(dim=1).sum(dim=1)
 
 
 def _drafted_probs(
     drafts: Tensor, draft_probs: Tensor | None, draft_ids: Tensor | None, *, vocabulary: int
 ) -> Tensor:
-    """q of each drafted token, float32 `[R, k]`."""
+    """q of each drafted token, float32 `[R, n]`."""
     if draft_probs is None:
         return torch.ones(drafts.shape, dtype=torch.float32, device=drafts.device)
     if draft_ids is None:
@@ -141,6 +181,6 @@ def _drafted_probs(
         return draft_probs.gather(2, drafts[..., None]).squeeze(2)
     columns = torch.full((vocabulary,), -1, dtype=torch.long, device=drafts.device)
     columns[draft_ids] = torch.arange(len(draft_ids), device=drafts.device)
-    column = columns[drafts]  # [R, k]; -1: outside the drafter's vocabulary
+    column = columns[drafts]  # [R, n]; -1: outside the drafter's vocabulary
     q = draft_probs.gather(2, column.clamp(min=0)[..., None]).squeeze(2)
     return q.where(column >= 0, 0.0)

@@ -93,14 +93,33 @@ class Outcome:
     """What became of one row's drafts.
 
     Attributes:
-        drafted: length of its chain.
-        accepted: how many tokens of the tree stay.
-        rank: which runner-up the last of them is, from 0; -1 if it is of the chain.
+        drafted: depth of its tree, the length of a chain.
+        accepted: how many of its tokens stay.
+        rank: which runner-up the last of them is, from 0; -1 if it is its parent's first child.
+        entries: tokens of the tree.
     """
 
     drafted: int
     accepted: int
     rank: int = -1
+    entries: int = 0
+
+    @staticmethod
+    def of(parents: Sequence[int], path: Sequence[int], limit: int) -> Outcome:
+        """From the parents of the drafts (`Tree.parents`), the entries that stay and a depth limit."""
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        rank = -1
+        if path:
+            elder = [i for i, p in enumerate(parents, 1) if p == parents[path[-1] - 1]]
+            rank = elder.index(path[-1]) - 1
+        return Outcome(
+            drafted=min(max(depths), limit),
+            accepted=min(len(path), limit),
+            rank=rank if len(path) <= limit else -1,
+            entries=sum(0 < depth <= limit for depth in depths),
+        )
 
 
 class DraftLength:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from multirate.decode.sampling import Sampler
+from multirate.decode.tree import caterpillar
 from multirate.models.arena import KVArena
 from multirate.streams.accelerator import Accelerator, Carried
 
@@ -41,8 +42,8 @@ class DraftRequest:
         go_on: asked after each draft but the last, with the number of drafts made and the drafter's
             own chance that all of them are right (mean over rows); False ends the draft. What is
             already drafted stays in it, so acceptance remains exact.
-        width: candidates wanted at each position, the draft included; above 1 when greedy only. A
-            drafter may give fewer.
+        width: candidates wanted at each position, the draft included. A drafter may give fewer, or a
+            tree of another shape of `count * width` entries at most.
     """
 
     last: Tensor
@@ -58,23 +59,26 @@ class DraftRequest:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Guesses for the tokens after the last one of each row.
+    """Guesses for the tokens after the last one of each row: a chain, or a tree.
 
     Attributes:
-        tokens: LongTensor `[R, k]`; k = 0 where nothing was guessed.
-        probs: float32 `[R, k, Vd]`, the distributions the tokens were drawn from; None where they
-            were not drawn at random.
+        tokens: LongTensor `[R, n]`; n = 0 where nothing was guessed.
+        parents: LongTensor `[n]` or `[R, n]`, which entry of `tokens` each one follows, always an
+            earlier one; -1 = the last token of the text. None for a chain. Different children of
+            one parent are different tokens, or the later ones are wasted.
+        probs: float32 `[R, n, Vd]`, the distributions that the tokens were drawn from, each given its
+            ancestors and the siblings before it (`accept_sampled`); None where they were not drawn
+            at random.
         ids: LongTensor `[Vd]`, token ids of the columns of `probs`; None where Vd is the vocabulary.
-        siblings: LongTensor `[R, k, w - 1]`, the runners-up of each draft; None for a bare chain.
-        lengths: how many of the k are the row's drafts, the rest is padding; None for all. As for
+        lengths: how many of the n are the row's drafts, the rest is padding; None for all. As for
             `accept_sampled`, it may not depend on the value of a draft that is left out.
     """
 
     tokens: Tensor
+    parents: Tensor | None = None
     probs: Tensor | None = None
     ids: Tensor | None = None
     lengths: list[int] | None = None
-    siblings: Tensor | None = None
 
 
 class Drafter(ABC):
@@ -124,32 +128,57 @@ def draft_chain(
         ids: as in `Draft`.
     """
     sampler, token = request.sampler, request.last
-    tokens: list[Tensor] = []
+    tokens: list[Tensor] = []  # each [R, w], the draft and its runners-up
     probs: list[Tensor] = []
-    siblings: list[Tensor] = []
     chance = torch.ones(len(token), device=token.device)
     for made in range(request.count):
         if made > 0 and not request.go_on(made, float(chance.mean())):
             break
         q = sampler.probabilities(sampler.warp_draft(step(made, token)))
+        width = min(request.width, q.shape[-1])
         if sampler.greedy:
-            best = q.topk(min(request.width, q.shape[-1]))
-            chosen, column = best.values[:, 0], best.indices[:, 0]
-            others = best.indices[:, 1:]
-            siblings.append(others if ids is None else ids[others])
+            columns = q.topk(width).indices
         else:
-            column = sampler.draw(q)
-            chosen = q.gather(-1, column[:, None])[:, 0]
-            probs.append(q)
-        chance = chance * chosen
-        token = column if ids is None else ids[column]
-        tokens.append(token)
-    return Draft(
-        tokens=torch.stack(tokens, dim=1),
-        probs=torch.stack(probs, dim=1) if probs else None,
-        ids=ids,
-        siblings=torch.stack(siblings, dim=1) if sampler.greedy and request.width > 1 else None,
-    )
+            columns, drawn_from = draw_different(q, width, sampler)
+            probs.append(drawn_from)
+        chance = chance * q.gather(-1, columns[:, :1])[:, 0]
+        tokens.append(columns if ids is None else ids[columns])
+        token = tokens[-1][:, 0]
+    ranked = torch.stack(tokens, dim=1)  # [R, k, w]
+    chain, parents = ranked[..., 0], None
+    q_all = torch.stack(probs, dim=1) if probs else None  # [R, k, w, Vd]
+    if ranked.shape[2] > 1:
+        chain, parents = caterpillar(chain, ranked[..., 1:])
+        if q_all is not None:
+            q_all = torch.cat([q_all[:, :, 0], q_all[:, :, 1:].flatten(1, 2)], dim=1)
+    elif q_all is not None:
+        q_all = q_all[:, :, 0]
+    return Draft(chain, parents, q_all, ids)
+
+
+def draw_different(q: Tensor, count: int, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """Draw several tokens without replacement.
+
+    Args:
+        q: `[R, Vd]`, a distribution a row.
+        count: how many to draw.
+        sampler: draws.
+
+    Returns:
+        LongTensor `[R, count]`, columns of q, and `[R, count, Vd]`, what each was drawn from: q without
+        those before it, normalised.
+    """
+    columns: list[Tensor] = [sampler.draw(q)]
+    drawn_from = [q]
+    while len(columns) < count:
+        left = drawn_from[-1].scatter(1, columns[-1][:, None], 0.0)
+        mass = left.sum(1, keepdim=True)
+        # Where q has no further token, any one serves; it is then proposed for certain.
+        column = sampler.draw(torch.where(mass > 0, left, 1.0))
+        certain = torch.zeros_like(q).scatter_(1, column[:, None], 1.0)
+        columns.append(column)
+        drawn_from.append(torch.where(mass > 0, left / mass, certain))
+    return torch.stack(columns, dim=1), torch.stack(drawn_from, dim=1)
 
 
 class AcceleratorDrafter(Drafter):

@@ -224,17 +224,16 @@ class Engine:
         return end_token_ids(self.base.model.generation_config, self.base.config, self.tokenizer)
 
     def draft_length(
-        self, prompts: Sequence[Sequence[int]], options: GenerationOptions, *, trees: bool = False
+        self, prompts: Sequence[Sequence[int]], options: GenerationOptions
     ) -> DraftLength:
         """How many tokens to draft for these prompts: a fixed number, or what step costs suggest.
 
         Args:
             prompts: of the batch.
             options: how they are decoded.
-            trees: whether drafts may have runners-up (`Sampler.takes_trees`).
         """
         assert self.drafter is not None
-        max_width = self.drafter.max_width if trees else 1
+        max_width = self.drafter.max_width
         width = options.draft_width or (1 if options.num_draft_tokens else None)
         if width is not None:
             width = min(width, max_width)
@@ -340,9 +339,7 @@ class _Run:
         # The first of its kind measures step costs, once; that is no part of generating.
         self.draft_length = None
         if self.strategy == "speculative":
-            self.draft_length = engine.draft_length(
-                prompts, options, trees=self.sampler.takes_trees
-            )
+            self.draft_length = engine.draft_length(prompts, options)
 
     def steps(self) -> Iterator[list[RowStep]]:
         engine = self.engine

@@ -36,6 +36,7 @@ from transformers.generation.logits_process import (
 from multirate.config.generation import GenerationOptions
 from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import FinishReason, StopChecker
+from multirate.decode.tree import Tree
 
 # In the order in which transformers applies them, at the end of its list; the attribute that holds
 # the value has the name of our option.
@@ -208,9 +209,10 @@ class RowSampler(Sampler):
         logits: Tensor,
         contexts: Sequence[Sequence[int] | Tensor],
         drafts: Tensor | None = None,
+        tree: Tree | None = None,
     ) -> Tensor:
         if not self._row_samplers:
-            return super().scores(logits, contexts, drafts)
+            return super().scores(logits, contexts, drafts, tree)
         going = [row for row, checker in enumerate(self._checkers) if checker.finish_reason is None]
         assert len(going) == len(contexts)
         scores = []
@@ -220,6 +222,7 @@ class RowSampler(Sampler):
                 logits[place : place + 1],
                 [[*self._padded[row], *output]],
                 None if drafts is None else drafts[place : place + 1],
+                None if tree is None else tree.row(place),
             )
             scores.append(row_scores)
         return torch.cat(scores)

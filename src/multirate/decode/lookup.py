@@ -140,7 +140,8 @@ def _merge(found: Draft, other: Draft) -> Draft:
         columns = (tokens[..., None] == ids).to(torch.uint8).argmax(-1)
     probs = pad(probs, (0, 0, 0, width - made))
     certain = torch.zeros_like(probs).scatter_(2, columns[..., None], 1.0)
-    return Draft(tokens, torch.where(from_text[:, None, None], certain, probs), ids, lengths)
+    probs = torch.where(from_text[:, None, None], certain, probs)
+    return Draft(tokens, probs=probs, ids=ids, lengths=lengths)
 
 
 def _rectangle(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

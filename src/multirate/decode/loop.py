@@ -4,9 +4,9 @@ A generator of steps. It knows token ids, rows and lengths; text belongs to the 
 to the drafter, randomness to the sampler.
 
     1. prefill: prompts run through all layers in chunks; each row's last state gives its first token
-    2. draft: the drafter guesses k tokens for every row
+    2. draft: the drafter guesses a chain or a tree of tokens for every row
     3. verify: the last token and its drafts run through all layers in one block
-    4. accept: the longest exact prefix stays, the model's own next token follows it
+    4. accept: the longest exact path stays, the model's own next token follows it
     5. stop: each row's checker cuts the block where the row ends; ended rows leave the batch
 
 Lengths count the verified slots of a row: prompt and output, less the last token, whose keys and
@@ -22,12 +22,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from multirate.decode.acceptance import Acceptance, accept_greedy, accept_sampled
+from multirate.decode.acceptance import accept_greedy, accept_sampled
 from multirate.decode.costs import DraftLength, Outcome
 from multirate.decode.drafter import Draft, Drafter, DraftRequest
 from multirate.decode.sampling import Sampler
 from multirate.decode.stopping import StopChecker
-from multirate.decode.tree import accept_tree, tree_layout
+from multirate.decode.tree import Tree
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel, Block
 
@@ -55,7 +55,7 @@ class SpeculationCounts:
 
     Attributes:
         num_drafts: verify passes that held drafts.
-        num_draft_tokens: drafted tokens, the runners-up of a tree included.
+        num_draft_tokens: drafted tokens, all branches of a tree included.
         num_accepted_tokens: drafted tokens that were accepted.
         accepted_per_position: of which at position i of their draft.
         num_plain_steps: verify passes without drafts, while drafting did not pay. A pass for which
@@ -68,14 +68,14 @@ class SpeculationCounts:
     accepted_per_position: list[int] = field(default_factory=list)
     num_plain_steps: int = 0
 
-    def add(self, drafted: int, accepted: int, width: int = 1) -> None:
-        """Count one verify pass that held drafts of this row, `width` candidates a position."""
+    def add(self, outcome: Outcome) -> None:
+        """Count one verify pass that held drafts of this row."""
         self.num_drafts += 1
-        self.num_draft_tokens += drafted * width
-        self.num_accepted_tokens += accepted
-        missing = drafted - len(self.accepted_per_position)
+        self.num_draft_tokens += outcome.entries
+        self.num_accepted_tokens += outcome.accepted
+        missing = outcome.drafted - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
-        for i in range(accepted):
+        for i in range(outcome.accepted):
             self.accepted_per_position[i] += 1
 
 
@@ -170,27 +170,15 @@ def decode(
                     width=width,
                 )
             )
-        made = draft.lengths or [draft.tokens.shape[1]] * len(rows.index)
-        drafted = [max(0, min(n, c.room - 1)) for n, c in zip(made, rows.checkers, strict=True)]
-        if draft.siblings is not None:
-            width = 1 + draft.siblings.shape[2]
-            acceptance, drafts, ranks = _verify_tree(base, rows, draft, drafted, arena, sampler)
-        else:
-            width, drafts, ranks = 1, draft.tokens, [-1] * len(drafted)
-            acceptance = _verify(base, rows, draft, drafted, arena, sampler)
-        blocks = acceptance.blocks(drafts)
-        outcomes = [
-            Outcome(n, len(block) - 1, rank)
-            for n, block, rank in zip(drafted, blocks, ranks, strict=True)
-        ]
+        blocks, outcomes = _verify(base, rows, draft, arena, sampler)
         if draft_length is not None:
             draft_length.update(outcomes, width)
             for count, outcome in zip(rows.counts, outcomes, strict=True):
                 if outcome.drafted > 0:
-                    count.add(outcome.drafted, outcome.accepted, width)
+                    count.add(outcome)
                 elif wanted == 0:
                     count.num_plain_steps += 1
-        rows.last = acceptance.next_token
+        rows.last = torch.tensor([b[-1] for b in blocks], device=base.device)
         rows.lengths = [n + len(b) for n, b in zip(rows.lengths, blocks, strict=True)]
         yield _emit(rows, blocks, arena)
 
@@ -227,21 +215,29 @@ def prefill(
 
 
 def _verify(
-    base: BaseModel,
-    rows: _Rows,
-    draft: Draft,
-    drafted: list[int],
-    arena: KVArena,
-    sampler: Sampler,
-) -> Acceptance:
-    """Run last tokens and drafts through all layers; leaves the accepted position's states in rows."""
-    n = 1 + draft.tokens.shape[1]
+    base: BaseModel, rows: _Rows, draft: Draft, arena: KVArena, sampler: Sampler
+) -> tuple[list[list[int]], list[Outcome]]:
+    """Run last tokens and drafts through all layers in one block.
+
+    Leaves the keys, values and states of the accepted path where the next cycle expects them.
+
+    Returns:
+        Each row's new tokens, and what became of its drafts.
+    """
+    count, device = len(rows.index), rows.last.device
+    n = draft.tokens.shape[1]
+    tree = None if draft.parents is None else Tree.of(draft.parents)
     ids = torch.cat([rows.last[:, None], draft.tokens], dim=1)
-    logits, states = _run(base, rows, ids, base.block(rows.lengths, n), arena)
-    scores = sampler.scores(logits, rows.ids, draft.tokens if n > 1 else None)
-    lengths = torch.tensor(drafted, device=ids.device)
+    if tree is None:
+        block = base.block(rows.lengths, n + 1)
+    else:
+        block = base.block(rows.lengths, n + 1, depths=tree.depths, block_mask=tree.mask)
+    logits, states = _run(base, rows, ids, block, arena)
+    scores = sampler.scores(logits, rows.ids, draft.tokens, tree)
+    made = draft.lengths or [n] * count
+    lengths = torch.tensor(made, device=device)
     if sampler.greedy:
-        acceptance = accept_greedy(draft.tokens, lengths, scores.argmax(-1))
+        acceptance = accept_greedy(draft.tokens, lengths, scores.argmax(-1), tree)
     else:
         acceptance = accept_sampled(
             draft.tokens,
@@ -249,42 +245,29 @@ def _verify(
             sampler.probabilities(scores),
             draft_probs=draft.probs,
             draft_ids=draft.ids,
+            tree=tree,
             generator=sampler.generator,
         )
-    rows.states = {i: _pick(state, acceptance.num_accepted) for i, state in states.items()}
-    return acceptance
-
-
-def _verify_tree(
-    base: BaseModel,
-    rows: _Rows,
-    draft: Draft,
-    drafted: list[int],
-    arena: KVArena,
-    sampler: Sampler,
-) -> tuple[Acceptance, Tensor, list[int]]:
-    """As `_verify`, for drafts with runners-up; also gives the tokens that stay and their ranks."""
-    k, siblings = draft.tokens.shape[1], cast(Tensor, draft.siblings)
-    ids = torch.cat([rows.last[:, None], draft.tokens, siblings.flatten(1)], dim=1)
-    depths, mask = tree_layout(k, 1 + siblings.shape[2])
-    block = base.block(
-        rows.lengths, ids.shape[1], depths=depths.to(ids.device), block_mask=mask.to(ids.device)
-    )
-    logits, states = _run(base, rows, ids, block, arena)
-    scores = sampler.scores(logits, rows.ids)
-    lengths = torch.tensor(drafted, device=ids.device)
-    found = accept_tree(draft.tokens, siblings, lengths, scores.argmax(-1))
-    rows.states = {i: _pick(state, found.entry) for i, state in states.items()}
-    ranks, entries, accepted = torch.stack(
-        [found.rank, found.entry, found.acceptance.num_accepted]
-    ).tolist()
-    leaves = [place for place, rank in enumerate(ranks) if rank >= 0]
-    arena.move(
-        leaves,
-        [rows.lengths[place] + entries[place] for place in leaves],
-        [rows.lengths[place] + accepted[place] for place in leaves],
-    )
-    return found.acceptance, found.drafts, ranks
+    rows.states = {i: _pick(state, acceptance.entry) for i, state in states.items()}
+    blocks, paths = acceptance.read(draft.tokens, tree)
+    if tree is None:
+        shapes = [list(range(n))] * count
+    else:
+        shapes = tree.parents.expand(count, n).tolist()
+        moves = [
+            (row, rows.lengths[row] + entry, rows.lengths[row] + depth)
+            for row, path in enumerate(paths)
+            for depth, entry in enumerate(path, 1)
+            if entry != depth
+        ]
+        if moves:
+            arena.move(*zip(*moves, strict=True))
+    # The last token a row may get is the verify pass's own: drafts beyond its room count for nothing.
+    outcomes = [
+        Outcome.of(shape[:length], path, checker.room - 1)
+        for shape, length, path, checker in zip(shapes, made, paths, rows.checkers, strict=True)
+    ]
+    return blocks, outcomes
 
 
 def _run(

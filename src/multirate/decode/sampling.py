@@ -28,6 +28,7 @@ from transformers.generation.logits_process import (
 
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
+from multirate.decode.tree import Tree
 
 Processor = Callable[[LongTensor, Tensor], Tensor]
 
@@ -130,16 +131,12 @@ class Sampler:
             (contextual, list(run)) for contextual, run in groupby(chain, key=_needs_prefix)
         ]
 
-    @property
-    def takes_trees(self) -> bool:
-        """Whether a tree can be verified: greedy, and no processor looks at the text before."""
-        return self.greedy and not any(contextual for contextual, _ in self._stages)
-
     def scores(
         self,
         logits: Tensor,
         contexts: Sequence[Sequence[int] | Tensor],
         drafts: Tensor | None = None,
+        tree: Tree | None = None,
     ) -> Tensor:
         """Logits after every processor: softmax of them is the distribution that is sampled.
 
@@ -147,9 +144,11 @@ class Sampler:
             logits: `[R, n, V]`, raw, any float dtype; not changed.
             contexts: for each row the ids before the token that position 0 predicts (prompt,
                 output so far, and the first token of this step's block): a list or a 1-D tensor.
-            drafts: `[R, n - 1]` the block's drafted ids; position i is scored as the continuation
-                of `contexts[r] + drafts[r, :i]`. Rows with fewer drafts are padded with any valid
-                id; scores past a row's own drafts mean nothing. None where n is 1.
+            drafts: `[R, n - 1]` the block's drafted ids; entry i is scored as the continuation of
+                `contexts[r]` and the drafts on its path, itself included. Rows with fewer drafts are
+                padded with any valid id; scores past a row's own drafts mean nothing. None where n
+                is 1.
+            tree: of the drafts; None for a chain.
 
         Returns:
             float32 `[R, n, V]`; the logits themselves (cast) if nothing is set.
@@ -157,7 +156,7 @@ class Sampler:
         scores = logits.to(torch.float32)
         for contextual, processors in self._stages:
             if contextual:
-                scores = _process_each_position(scores, contexts, drafts, processors)
+                scores = _process_each_position(scores, contexts, drafts, tree, processors)
             else:
                 scores = _process_flat(scores, processors)
         return scores
@@ -221,26 +220,30 @@ def _process_each_position(
     scores: Tensor,
     contexts: Sequence[Sequence[int] | Tensor],
     drafts: Tensor | None,
+    tree: Tree | None,
     processors: Sequence[Processor],
 ) -> Tensor:
-    """Processors that look at the prefix: one call for each row and position.
+    """Processors that look at the prefix: one call for each row and block entry.
 
     Rows differ in length, and padding them to one batch would change what a processor sees
     (a padding id would count as a repeated token), so each gets its exact prefix.
     """
-    rows, positions, _ = scores.shape
+    rows, entries, _ = scores.shape
     assert len(contexts) == rows, "one context for each row"
-    assert positions == 1 or (drafts is not None and drafts.shape == (rows, positions - 1))
+    assert entries == 1 or (drafts is not None and drafts.shape == (rows, entries - 1))
     scores = scores.clone()  # processors may write in place, and the caller keeps its logits
+    paths = (tree or Tree.chain(entries - 1, scores.device)).mask[:, :, 1:].expand(rows, -1, -1)
     for row, context in enumerate(contexts):
         prefix = torch.as_tensor(context, dtype=torch.long, device=scores.device)
-        start = len(prefix)
-        if drafts is not None:
-            prefix = torch.cat([prefix, drafts[row].to(prefix)])
-        for position in range(positions):
-            ids: LongTensor = prefix[None, : start + position]  # type: ignore[assignment]
-            processed = scores[row, position][None]  # [1, V]
+        for entry in range(entries):
+            ids = prefix[None]
+            if (
+                entry > 0 and drafts is not None
+            ):  # a path's entries stand in the order of their depth
+                path = drafts[row, paths[row, entry]]
+                ids = torch.cat([prefix, path.to(prefix)])[None]
+            processed = scores[row, entry][None]  # [1, V]
             for processor in processors:
-                processed = processor(ids, processed)
-            scores[row, position] = processed[0]
+                processed = processor(ids, processed)  # type: ignore[arg-type]
+            scores[row, entry] = processed[0]
     return scores

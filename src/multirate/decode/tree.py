@@ -1,90 +1,99 @@
-"""Draft trees: a chain of drafts with their runners-up beside them, verified in one masked pass.
+"""Draft trees: several guesses for what comes next, verified in one masked pass.
 
-Each draft step ranks its whole vocabulary anyway, so its second and third choices are free; and where a
-pass of a few more rows costs little, verifying them is nearly free too. The tree is a caterpillar: the
-chain of first choices goes on, a runner-up is a leaf. A leaf saves the step at which the chain is wrong.
+A tree is drawn by its parents. Entries of the verified block: 0 is `last`, the last token of the text,
+entry i is draft i - 1. An entry sees the text, its ancestors and itself, so every root path is scored
+as if it stood alone (tree attention: SpecInfer, arXiv 2305.09781; Medusa, arXiv 2401.10774).
 
-    last ── c_1 ──── c_2 ──── c_3          k = 3 drafts, width 2
-      └─ s_1  └─ s_2   └─ s_3
+    last ── 1 ── 2 ── 3        parents of entries 1..6: 0, 1, 2, 0, 1, 4
+      │     └─ 5
+      └──── 4 ── 6
 
-Entries of the block: `last`, c_1 .. c_k, then the siblings of c_1, of c_2, ... So the chain's keys and
-values lie where they belong; those of an accepted leaf are moved there.
+A chain is the tree without branches. Keys and values of the accepted path are moved behind the text
+where they do not lie there already, so drafters should put their likeliest path first.
 
-Greedy acceptance is exact: what stays is what greedy decoding would have written. (Static trees and tree
-attention: SpecInfer, arXiv 2305.09781; Medusa, arXiv 2401.10774.)
-
-Shapes: R rows, k drafts, w width, n = 1 + k w block entries.
+Shapes: R rows, n drafts, n + 1 block entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from multirate.decode.acceptance import Acceptance, accept_greedy
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The shape of the drafts of a batch; all tensors have one row for all, or one for each.
+
+    Attributes:
+        parents: LongTensor `[R or 1, n]`, the parent's block entry, below the entry's own.
+        depths: LongTensor `[R or 1, n + 1]`, of block entries: 0 = the last token.
+        mask: bool `[R or 1, n + 1, n + 1]`, which entries an entry sees: its ancestors and itself.
+    """
+
+    parents: Tensor
+    depths: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(parents: Tensor) -> Tree:
+        """The tree of a draft's `parents`, `[n]` or `[R, n]`, in which -1 stands for the last token."""
+        parents = (parents if parents.ndim == 2 else parents[None]) + 1
+        entries = parents.shape[1] + 1
+        steps = torch.eye(entries, dtype=torch.float32, device=parents.device).repeat(len(parents), 1, 1)
+        steps[:, 1:].scatter_(2, parents[..., None], 1.0)
+        # After j squarings a step is up to 2^j generations: numbers of ways, only zero or not counts.
+        for _ in range(max(0, entries - 1).bit_length()):
+            steps = (steps @ steps).clamp_(max=1.0)
+        mask = steps > 0
+        return Tree(parents, mask.sum(-1) - 1, mask)
+
+    def row(self, index: int) -> Tree:
+        """The tree of one row, `[1, ...]`."""
+        if len(self.parents) == 1:
+            return self
+        here = slice(index, index + 1)
+        return Tree(self.parents[here], self.depths[here], self.mask[here])
+
+    @staticmethod
+    def chain(n: int, device: torch.device) -> Tree:
+        """The tree of n drafts one after another."""
+        return _chain(n, str(device))
 
 
 @cache
-def tree_layout(k: int, width: int) -> tuple[Tensor, Tensor]:
-    """Depths and mask of a tree's block.
-
-    Returns:
-        LongTensor `[n]`, each entry's depth (0 = the last token), and bool `[n, n]`, which entries an
-        entry sees: its ancestors and itself.
-    """
-    chain = torch.arange(k + 1)
-    leaves = torch.arange(1, k + 1).repeat_interleave(width - 1)
-    depths = torch.cat([chain, leaves])
-    mask = torch.zeros(len(depths), len(depths), dtype=torch.bool)
-    mask[:, : k + 1] = chain < depths[:, None]
-    mask.fill_diagonal_(True)
-    return depths, mask
+def _chain(n: int, device: str) -> Tree:
+    with torch.inference_mode(False):
+        entries = torch.arange(n + 1, device=device)
+        mask = entries <= entries[:, None]
+        return Tree(entries[None, :n], entries[None], mask[None])
 
 
-@dataclass(frozen=True, eq=False)
-class TreeAcceptance:
-    """The outcome of verifying a tree.
-
-    Attributes:
-        acceptance: as of a chain: how many tokens stay, and the model's own next one.
-        drafts: LongTensor `[R, k]`: the tokens that stay stand in the first `num_accepted` places.
-        entry: LongTensor `[R]`, the block entry of the last token that stays.
-        rank: LongTensor `[R]`: -1 if that is `last` or of the chain, else which sibling it is, from 0;
-            its depth is then `num_accepted`.
-    """
-
-    acceptance: Acceptance
-    drafts: Tensor
-    entry: Tensor
-    rank: Tensor
+def path_to(entry: int, parents: Sequence[int]) -> list[int]:
+    """Block entries from the first draft of a root path to `entry`, given parents as in `Tree`."""
+    path = []
+    while entry > 0:
+        path.append(entry)
+        entry = parents[entry - 1]
+    return path[::-1]
 
 
-def accept_tree(
-    drafts: Tensor, siblings: Tensor, lengths: Tensor, targets: Tensor
-) -> TreeAcceptance:
-    """Keep the longest path of the tree that greedy decoding would have written itself.
+def caterpillar(drafts: Tensor, siblings: Tensor) -> tuple[Tensor, Tensor]:
+    """A chain with its runners-up beside it, as leaves.
+
+    Each draft step ranks its whole vocabulary anyway, so its second and third choices are free; a leaf
+    saves the step at which the chain is wrong.
 
     Args:
         drafts: LongTensor `[R, k]`, the chain.
-        siblings: LongTensor `[R, k, w - 1]`, different from the draft beside them and each other.
-        lengths: LongTensor `[R]`, depth to which each row's tree is valid, 0..k.
-        targets: LongTensor `[R, n]`, argmax of the target's scores at each block entry.
+        siblings: LongTensor `[R, k, w - 1]`, the runners-up of each draft.
+
+    Returns:
+        LongTensor `[R, k w]` and `[k w]`, tokens and parents as in `Draft`: the chain comes first.
     """
-    rows, k = drafts.shape
-    assert siblings.shape[:2] == (rows, k) and targets.shape[1] == 1 + k + k * siblings.shape[2]
-    row = torch.arange(rows, device=drafts.device)
-    chain = accept_greedy(drafts, lengths, targets[:, : k + 1]).num_accepted  # [R]
-    place = chain.clamp(max=k - 1)  # where the chain went wrong, if it did
-    wanted = targets[row, place]
-    found = (siblings[row, place] == wanted[:, None]) & (chain < lengths)[:, None]  # [R, w - 1]
-    by_sibling = found.any(1)
-    rank = torch.where(by_sibling, found.to(torch.long).argmax(1), -1)
-    leaf = 1 + k + place * siblings.shape[2] + rank
-    entry = torch.where(by_sibling, leaf, chain)
-    kept = drafts.clone()
-    kept[row, place] = torch.where(by_sibling, wanted, drafts[row, place])
-    accepted = chain + by_sibling
-    return TreeAcceptance(Acceptance(accepted, targets[row, entry]), kept, entry, rank)
+    chain = torch.arange(-1, drafts.shape[1] - 1, device=drafts.device)
+    leaves = chain.repeat_interleave(siblings.shape[2])
+    return torch.cat([drafts, siblings.flatten(1)], dim=1), torch.cat([chain, leaves])

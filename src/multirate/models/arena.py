@@ -114,11 +114,15 @@ class KVArena(Cache):
             layer.block = block
 
     def move(self, rows: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy one slot of each given row, in all layers, to another slot of that row."""
+        """Copy slots, in all layers, to other slots of the same row: row i from source i to target i.
+
+        All are read before any is written, so sources and targets may overlap.
+        """
+        device = self.layers[0].keys.device
+        row, source, target = (torch.tensor(x, device=device) for x in (rows, sources, targets))
         for layer in self.layers:
-            for row, source, target in zip(rows, sources, targets, strict=True):
-                layer.keys[row, :, target] = layer.keys[row, :, source]
-                layer.values[row, :, target] = layer.values[row, :, source]
+            layer.keys[row, :, target] = layer.keys[row, :, source]
+            layer.values[row, :, target] = layer.values[row, :, source]
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the given rows (`[kept]` indices, in this order); the others' memory is freed."""
