@@ -548,7 +548,7 @@ def test_a_result_file_is_whole_or_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "new" / "r.json"
-    files.require_writable(file)
+    files.require_writable_file(file)
     assert not file.parent.exists()
     files.write_whole(file, "old")
 
@@ -563,9 +563,9 @@ def test_a_result_file_is_whole_or_as_it_was(
     assert list(file.parent.iterdir()) == [file]
     files.write_whole(file, "new")
     assert file.read_text() == "new"
-    for path, message in ((file.parent, "is a folder"), (file / "x.json", "no writable folder")):
+    for path, message in ((file.parent, "is a folder"), (file / "x.json", "Cannot write to")):
         with pytest.raises(MultirateError, match=message):
-            files.require_writable(path)
+            files.require_writable_file(path)
         with pytest.raises(MultirateError, match="Cannot write"):
             files.write_whole(path, "x")
 

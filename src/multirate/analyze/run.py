@@ -32,6 +32,7 @@ from multirate.analyze.text import (
 from multirate.analyze.velocity import PADDING, Velocity
 from multirate.bench.provenance import provenance, without_folders
 from multirate.config.errors import MultirateError
+from multirate.config.files import require_writable
 from multirate.decode.engine import Engine
 from multirate.streams.fit import FIRST_POSITION
 
@@ -55,11 +56,7 @@ def require_output(folder: Path, figures: tuple[str, ...], *, overwrite: bool) -
     """
     if folder.exists() and not folder.is_dir():
         raise MultirateError(f"{folder} is a file. Choose a folder for the figures.")
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise MultirateError(
-            f"{folder} cannot be written: {above} is no writable folder. Choose one that is."
-        )
+    require_writable(folder)
     there = [name for name in output_files(figures) if (folder / name).exists()]
     if there and not overwrite:
         raise MultirateError(

@@ -9,13 +9,14 @@ import uuid
 from pathlib import Path
 
 from multirate.config.errors import MultirateError
+from multirate.config.files import require_writable
 
 FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 _FIX = "Choose a file in a folder that you may write to."
 
 
-def require_writable(path: Path) -> None:
+def require_writable_file(path: Path) -> None:
     """Check that a file can be written, without writing anything.
 
     Raises:
@@ -23,9 +24,7 @@ def require_writable(path: Path) -> None:
     """
     if path.is_dir():
         raise MultirateError(f"{path} is a folder, not a file. {_FIX}")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise MultirateError(f"{path} cannot be written: {folder} is no writable folder. {_FIX}")
+    require_writable(path.parent)
 
 
 def require_matplotlib() -> None:
@@ -53,7 +52,7 @@ def require_figure(path: Path) -> None:
             f"{', '.join(FIGURE_SUFFIXES)}."
         )
     require_matplotlib()
-    require_writable(path)
+    require_writable_file(path)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -99,7 +99,7 @@ def speculative(
 ) -> None:
     """Decode the same prompts by several methods: speed, acceptance, agreement."""
     import multirate
-    from multirate.bench.files import require_figure, require_writable, write_whole
+    from multirate.bench.files import require_figure, require_writable_file, write_whole
     from multirate.bench.options import SpeculativeOptions, reads_gguf
     from multirate.bench.prompts import read_prompts
     from multirate.bench.speculative import bench_speculative
@@ -115,7 +115,7 @@ def speculative(
     if by_category:
         prompt_set.require_categories()
     if output is not None:
-        require_writable(output)
+        require_writable_file(output)
     if plot is not None:
         require_figure(plot)
         options.require_plain("--plot")

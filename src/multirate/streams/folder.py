@@ -269,24 +269,6 @@ def require_base(config: AcceleratorConfig, base: BaseModel, *, folder: Path) ->
     )
 
 
-def require_writable(path: Path) -> None:
-    """Refuse a folder that could not be made, before any work is done for it.
-
-    Raises:
-        MultirateError: nothing can be written there.
-    """
-    above = path.parent
-    while not above.exists():
-        above = above.parent
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".multirate-", dir=above))
-    except OSError as error:
-        raise MultirateError(
-            f"Cannot write {path}: {error.strerror or error} in {above}. Choose a folder that you may "
-            f"write to."
-        ) from None
-
-
 def require_free(target: Path, *, overwrite: bool) -> None:
     """Check that saving at `target` destroys nothing but an accelerator that may be overwritten.
 

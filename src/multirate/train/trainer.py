@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from multirate.config.errors import MultirateError
+from multirate.config.files import require_writable
 from multirate.models.base import BaseModel
 from multirate.models.loading import config_fingerprint
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.folder import (
     remove_leftovers,
     require_free,
-    require_writable,
     save_accelerator,
 )
 from multirate.train import batches as batching
@@ -59,7 +59,7 @@ def open_output(
         )
     if state is None:
         require_free(target, overwrite=overwrite)
-        require_writable(target)
+        require_writable(target.parent)
     return target, state
 
 
