@@ -45,6 +45,16 @@ def round_inputs(model: nn.Module) -> None:
             module.register_forward_pre_hook(rounded)
 
 
+def encode(engine: Engine, messages: list[dict[str, str]]) -> Tensor:
+    """A conversation's token ids `[1, n]`; as plain text for a model without a chat template."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    if tokenizer.chat_template:
+        return torch.tensor([list(render_chat(tokenizer, messages))])
+    text = "\n\n".join(message["content"] for message in messages)
+    return torch.tensor([tokenizer(text).input_ids])
+
+
 @torch.inference_mode()
 def log_probabilities(engine: Engine, ids: Tensor) -> Tensor:
     """`[n, V]` float32 for token ids `[1, n]`."""
@@ -78,7 +88,7 @@ def main() -> None:
         if name.endswith("inputs"):
             round_inputs(engine.base.model)
         if not texts:
-            texts = [torch.tensor([list(render_chat(engine.tokenizer, row))]) for row in rows]
+            texts = [encode(engine, row) for row in rows]
         found = [log_probabilities(engine, ids) for ids in texts]
         if name in REFERENCES:
             references[name] = found
