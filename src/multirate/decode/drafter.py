@@ -81,6 +81,24 @@ class Draft:
     lengths: list[int] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What the model made of one block: a chunk of the prompts, or last tokens and their drafts.
+
+    Attributes:
+        starts: slot of each row's first entry.
+        states: for each of the drafter's `carry_layers` the slow states `[R, n, D]`.
+        scores: the model's scores at each entry `[R, n, V]`; None for a chunk of the prompts.
+        paths: for each row the entries that stay, entry 0 first; they stand at slots `starts[row]`, + 1,
+            and so on. None for a chunk of the prompts: all stay, and beyond a prompt's end is padding.
+    """
+
+    starts: Sequence[int]
+    states: dict[int, Tensor]
+    scores: Tensor | None = None
+    paths: Sequence[Sequence[int]] | None = None
+
+
 class Drafter(ABC):
     """What the generation loop asks of a drafter."""
 
@@ -105,6 +123,9 @@ class Drafter(ABC):
 
     def keep(self, rows: Sequence[int]) -> None:  # noqa: B027  (most drafters keep nothing)
         """Keep the state of these rows only, in this order; the others have ended."""
+
+    def observe(self, seen: Observation) -> None:  # noqa: B027  (most need only what `draft` is given)
+        """Look at what the model made of a block; called after every pass of it."""
 
     @property
     def max_width(self) -> int:
@@ -199,6 +220,13 @@ class AcceleratorDrafter(Drafter):
     @property
     def max_width(self) -> int:
         return RANKED
+
+    def start(self, *, rows: int, max_len: int) -> Drafter:
+        if not self.accelerator.config.own_kv:
+            return self
+        from multirate.decode.eagle import OwnKvRun  # which is a drafter itself
+
+        return OwnKvRun(self.accelerator, rows=rows, max_len=max_len)
 
     def draft(self, request: DraftRequest) -> Draft:
         stream, base, lengths = self.accelerator, self.accelerator.base, request.lengths

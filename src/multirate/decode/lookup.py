@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import Draft, Drafter, DraftRequest
+from multirate.decode.drafter import Draft, Drafter, DraftRequest, Observation
 
 
 class PromptLookupDrafter(Drafter):
@@ -105,6 +105,9 @@ class NgramFirstDrafter(Drafter):
 
     def keep(self, rows: Sequence[int]) -> None:
         self.other.keep(rows)
+
+    def observe(self, seen: Observation) -> None:
+        self.other.observe(seen)
 
     def draft(self, request: DraftRequest) -> Draft:
         found = self.lookup.draft(request)

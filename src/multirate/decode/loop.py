@@ -15,7 +15,7 @@ values the next block writes. What a rejected draft wrote lies beyond them and i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from multirate.decode.acceptance import accept_greedy, accept_sampled
 from multirate.decode.costs import DraftLength, Outcome
-from multirate.decode.drafter import Draft, Drafter, DraftRequest
+from multirate.decode.drafter import Draft, Drafter, DraftRequest, Observation
 from multirate.decode.sampling import Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.decode.tree import Tree
@@ -136,7 +136,13 @@ def decode(
     arena = base.arena(rows=len(prompts), max_len=room + max_drafts)
     if drafter is not None:
         drafter = drafter.start(rows=len(prompts), max_len=room + max_drafts)
-    final, states = prefill(base, prompts, arena, drafter.carry_layers if drafter else ())
+    final, states = prefill(
+        base,
+        prompts,
+        arena,
+        drafter.carry_layers if drafter else (),
+        observe=drafter.observe if drafter else None,
+    )
     rows = _Rows(
         index=list(range(len(prompts))),
         ids=[list(p) for p in prompts],
@@ -184,9 +190,14 @@ def decode(
 
 
 def prefill(
-    base: BaseModel, prompts: Sequence[Sequence[int]], arena: KVArena, layers: Sequence[int]
+    base: BaseModel,
+    prompts: Sequence[Sequence[int]],
+    arena: KVArena,
+    layers: Sequence[int],
+    *,
+    observe: Callable[[Observation], None] | None = None,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Run the prompts, right-padded, in chunks.
+    """Run the prompts, right-padded, in chunks; `observe` sees each with the named slow states.
 
     Returns:
         h_N `[R, 1, D]` at each row's last prompt token, and the named slow states there.
@@ -204,6 +215,8 @@ def prefill(
         block = base.block([start] * len(prompts), n)
         states: dict[int, Tensor] = dict.fromkeys(wanted, cast(Tensor, None))
         base.run_layers(base.embed(chunk), 0, base.num_layers, block, arena, states=states)
+        if observe is not None:
+            observe(Observation([start] * len(prompts), {i: states[i] for i in layers}))
         # Padding behind a short prompt writes slots that its own tokens overwrite later.
         here = (ends >= start) & (ends < start + n)
         place = (ends - start).clamp(0, n - 1)
@@ -250,6 +263,9 @@ def _verify(
         )
     rows.states = {i: _pick(state, acceptance.entry) for i, state in states.items()}
     blocks, paths = acceptance.read(draft.tokens, tree)
+    if rows.drafter is not None:
+        stays = [[0, *path] for path in paths]
+        rows.drafter.observe(Observation(rows.lengths, states, scores, stays))
     if tree is None:
         shapes = [list(range(n))] * count
     else:

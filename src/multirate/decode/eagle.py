@@ -1,0 +1,126 @@
+"""Drafting with a stream that has keys and values of its own, as EAGLE's has (arXiv 2401.15077, 2503.01840).
+
+The preset `eagle` of `config.accelerator` is such a stream. It must read the whole text itself: for each
+position the token there and the model's features one position before, which the generation loop shows
+in `observe`. What was drafted from its own features is read again once the model has verified it.
+
+Shapes: R rows, n positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from multirate.decode.drafter import RANKED, Draft, Drafter, DraftRequest, Observation, draft_chain
+from multirate.models.arena import ArenaLayer, KVArena
+from multirate.models.base import BaseModel
+from multirate.streams.accelerator import Accelerator, Carried
+
+# The first position with features before it. Own slots count from it: attention sees differences only.
+FIRST = 1
+
+
+class OwnKvRun(Drafter):
+    """One generation of a stream with its own keys and values.
+
+    Args:
+        accelerator: with `own_kv`.
+        rows: prompts in the batch.
+        max_len: most tokens of a row, drafts included.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, rows: int, max_len: int) -> None:
+        self.stream, base = accelerator, accelerator.base
+        config = accelerator.config
+        layers = {config.source_layer(i) for i in config.schedule.layers}
+        self.arena = _arena_of(base, layers, rows=rows, max_len=max_len)
+        self.features = {
+            i: torch.zeros(rows, max_len, base.hidden_size, dtype=base.dtype, device=base.device)
+            for i in accelerator.carry_layers
+        }
+        self.read = [
+            FIRST
+        ] * rows  # positions before it have keys and values from verified features
+
+    @property
+    def carry_layers(self) -> Sequence[int]:
+        return self.stream.carry_layers
+
+    @property
+    def expected_acceptance(self) -> Sequence[float]:
+        return self.stream.config.expected_acceptance
+
+    @property
+    def max_width(self) -> int:
+        return RANKED
+
+    def keep(self, rows: Sequence[int]) -> None:
+        kept = torch.tensor(rows, device=self.stream.base.device)
+        self.arena.keep(kept)
+        self.features = {i: x[kept] for i, x in self.features.items()}
+        self.read = [self.read[row] for row in rows]
+
+    def observe(self, seen: Observation) -> None:
+        if seen.paths is None:
+            start = seen.starts[0]  # the same in all rows of a chunk
+            for i, state in seen.states.items():
+                self.features[i][:, start : start + state.shape[1]] = state
+            return
+        places = [
+            (row, start + depth, entry)
+            for row, (start, path) in enumerate(zip(seen.starts, seen.paths, strict=True))
+            for depth, entry in enumerate(path)
+        ]
+        row, position, entry = torch.tensor(places, device=self.stream.base.device).T
+        for i, state in seen.states.items():
+            self.features[i][row, position] = state[row, entry]
+
+    def draft(self, request: DraftRequest) -> Draft:
+        stream, base = self.stream, self.stream.base
+        carried = Carried((), own=False)
+
+        def step(made: int, token: Tensor) -> Tensor:
+            nonlocal carried
+            if made == 0:
+                start, end = self._read_on(request)
+            else:
+                block = base.block([length - FIRST + made for length in request.lengths], 1)
+                start = stream.enter(token[:, None], carried, block, self.arena)
+                end = stream.advance(start, block, self.arena, None)
+            carried = Carried((start, end), own=True)
+            return stream.draft_logits(end)[:, 0]
+
+        return draft_chain(step, request, stream.draft_ids)
+
+    def _read_on(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
+        """Read the text up to its last token: p at entry and exit there, both `[R, 1, D]`."""
+        base, lengths = self.stream.base, request.lengths
+        n = max(length + 1 - read for length, read in zip(lengths, self.read, strict=True))
+        # All rows read as many: a row that lacks fewer reads some again. Only one shorter than
+        # that is padded on the right, and its next tokens overwrite the padding.
+        starts = [max(FIRST, length + 1 - n) for length in lengths]
+        texts = [row[start : start + n] for row, start in zip(request.ids, starts, strict=True)]
+        ids = torch.tensor([[*text, *[0] * (n - len(text))] for text in texts], device=base.device)
+        before = torch.tensor(starts, device=base.device)[:, None] - 1
+        before = before + torch.arange(n, device=base.device)
+        rows = torch.arange(len(starts), device=base.device)
+        carried = tuple(self.features[i][rows[:, None], before] for i in self.carry_layers)
+        block = base.block([start - FIRST for start in starts], n)
+        start = self.stream.enter(ids, Carried(carried, own=False), block, self.arena)
+        end = self.stream.advance(start, block, self.arena, None)
+        self.read = [length + 1 for length in lengths]
+        last = torch.tensor([len(text) - 1 for text in texts], device=base.device)
+        return start[rows, last][:, None], end[rows, last][:, None]
+
+
+def _arena_of(base: BaseModel, layers: set[int], *, rows: int, max_len: int) -> KVArena:
+    """An arena with room in some layers only."""
+    arena = base.arena(rows=rows, max_len=0)
+    for i in layers:
+        keys = arena.layers[i].keys
+        shape = (*keys.shape[:2], max_len, keys.shape[3])
+        arena.layers[i] = ArenaLayer(keys.new_zeros(shape), keys.new_zeros(shape))
+    return arena
