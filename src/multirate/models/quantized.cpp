@@ -166,7 +166,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 
 }  // namespace
 
-TORCH_LIBRARY(multirate, m) {
+TORCH_LIBRARY_FRAGMENT(multirate, m) {
   m.def("quantized_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int bits, int outputs)"
         " -> Tensor");
   m.impl("quantized_linear", c10::DispatchKey::CPU, linear);
