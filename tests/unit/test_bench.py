@@ -18,18 +18,15 @@ from benching import make_engine, tokenizer, write
 from tiny_models import MAX_POSITIONS
 
 from multirate.bench import figures, files, speculative
+from multirate.bench import prompts as prompts_module
 from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import PROMPT_SETS, read_prompts
 from multirate.bench.provenance import git_state, provenance, without_folders
-from multirate.bench.registry import Entry, Method, Output
-from multirate.bench.speculative import (
-    Sample,
-    bench_speculative,
-    run_interleaved,
-    summarise,
-)
+from multirate.bench.registry import Batch, Entry, Method, Output
+from multirate.bench.speculative import bench_speculative, run_interleaved
 from multirate.bench.statistics import Spread, median_interval
+from multirate.bench.summary import Sample, summarise, summarise_categories
 from multirate.cli.main import main
 from multirate.config.errors import MultirateError
 from multirate.decode.compare import Comparison, near_tie_tolerance
@@ -60,10 +57,13 @@ def prompt_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., Output]], None]:
-    """Add a method `name` that runs `function(ids, new)`."""
+    """Add a method `name` that runs `function(ids, new)` on each prompt."""
 
     def add(name: str, function: Callable[..., Output]) -> None:
-        monkeypatch.setitem(METHODS, name, Entry(lambda engine, drafts: Method(function)))
+        def run(batch: Batch, new: int) -> list[Output]:
+            return [function(ids, new) for ids in batch]
+
+        monkeypatch.setitem(METHODS, name, Entry(lambda engine, drafts: Method(run)))
 
     return add
 
@@ -73,7 +73,7 @@ def options(*methods: str, **settings: Any) -> SpeculativeOptions:
 
 
 def sample(tokens: int, seconds: float, speculation: Speculation | None = None) -> Sample:
-    return Sample(Output(list(range(tokens)), speculation), seconds)
+    return Sample([Output(list(range(tokens)), speculation)], seconds)
 
 
 # ------------------------------------------------------------------------------ arithmetic
@@ -214,16 +214,16 @@ def test_methods_take_turns_and_the_whole_call_is_timed(monkeypatch: pytest.Monk
     monkeypatch.setattr(speculative.time, "perf_counter", lambda: now[0])
 
     def method(name: str, seconds: float) -> Method:
-        def run(ids: list[int], new: int) -> Output:
-            order.append((name, ids[0], new))
+        def run(batch: Batch, new: int) -> list[Output]:
+            order.append((name, batch[0][0], new))
             now[0] += seconds
-            return Output([1, 2, 3, 4])
+            return [Output([1, 2, 3, 4])]
 
         return Method(run)
 
     samples = run_interleaved(
         {"a": method("a", 2.0), "b": method("b", 1.0), "c": method("c", 4.0)},
-        [[0], [1], [2], [3]],
+        [[[0]], [[1]], [[2]], [[3]]],
         max_new_tokens=7,
         synchronize=lambda: now.__setitem__(0, now[0] + 0.5),
         progress=lambda done, total: reported.append((done, total)),
@@ -245,8 +245,8 @@ def test_everything_is_warm_before_the_first_timed_run(
     events: list[Any] = []
     entry = Entry(
         lambda engine, drafts: Method(
-            lambda ids, new: events.append(new) or Output([1]),
-            lambda prompts: events.append(("prepare", len(prompts))),
+            lambda batch, new: events.append(new) or [Output([1])],
+            lambda batches: events.append(("prepare", len(batches))),
         )
     )
     monkeypatch.setitem(METHODS, "fake", entry)
@@ -280,7 +280,7 @@ def test_transformers_runs_greedily_whatever_the_models_own_settings(
     )
     with warnings.catch_warnings(action="error"):
         for ids in ([40, 41, 42], [50]):
-            assert stock.run(ids, NEW) == plain.run(ids, NEW)
+            assert stock.run([ids], NEW) == plain.run([ids], NEW)
     assert capfd.readouterr() == ("", "")
     assert engine.base.model.generation_config is own and own.repetition_penalty == 9.0
 
@@ -291,14 +291,14 @@ def test_transformers_stops_where_plain_decoding_stops() -> None:
         METHODS[name].make(engine, SpeculativeOptions()) for name in ("transformers", "plain")
     )
     ids = [40, 41, 42]
-    free = plain.run(ids, NEW).token_ids
+    (free,) = (output.token_ids for output in plain.run([ids], NEW))
     end = next(i for i in range(3, NEW) if free[i] not in free[:i])
     engine.base.model.generation_config.eos_token_id = [free[end], 2]
-    assert stock.run(ids, NEW).token_ids == plain.run(ids, NEW).token_ids == free[: end + 1]
+    assert stock.run([ids], NEW) == plain.run([ids], NEW) == [Output(free[: end + 1])]
     full = [40 + i % 9 for i in range(MAX_POSITIONS - 4)]  # the context ends first
     engine.base.model.generation_config.eos_token_id = 2
-    assert len(plain.run(full, NEW).token_ids) == 4
-    assert stock.run(full, NEW) == plain.run(full, NEW)
+    assert len(plain.run([full], NEW)[0].token_ids) == 4
+    assert stock.run([full], NEW) == plain.run([full], NEW)
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -435,6 +435,11 @@ def test_categories(tmp_path: Path) -> None:
         )
     )
     prompts.require_categories()
+    ids = [[i] for i in range(4)]
+    batches, categories = speculative.group(prompts, ids, options("plain", by_category=True))
+    assert (batches, categories) == (
+        [[[0]], [[3]], [[1]], [[2]]], ["writing", "writing", "qa", "none"],
+    )  # fmt: skip
     counts = SpeculationCounts(
         num_drafts=4, num_draft_tokens=8, num_accepted_tokens=6, accepted_per_position=[4, 2]
     )
@@ -446,13 +451,10 @@ def test_categories(tmp_path: Path) -> None:
         "plain": [sample(10, 1.0)] * 4,
         "other": [
             sample(10, seconds, own)
-            for seconds, own in zip([0.5, 0.8, 1.0, 0.25], speculations, strict=True)
+            for seconds, own in zip([0.5, 0.25, 0.8, 1.0], speculations, strict=True)
         ],
     }
-    found = {
-        name: own.to_dict()
-        for name, own in speculative.summarise_categories(samples, prompts).items()
-    }
+    found = {name: own.to_dict() for name, own in summarise_categories(samples, categories).items()}
     assert {name: own["prompts"] for name, own in found.items()} == {
         "writing": 2, "qa": 1, "none": 1,
     }  # fmt: skip
@@ -687,6 +689,9 @@ def test_without_drafting_methods_no_accelerator_is_loaded(
         (["--plot", "r.jpeg"], "r.jpeg has no ending of a figure"),
         (["--plot", "r.png", "--methods", "multirate"], "--plot shows speed-ups against plain"),
         (["--by-category"], "No row of prompts.jsonl has a category"),
+        (["--batch", "0"], "batch=0 is not allowed"),
+        (["--batch", "2", "--methods", "plain,transformers-lookup"], "one prompt at a time"),
+        (["--turns", "2", "--prompts", "gsm8k"], "No row of gsm8k has a second turn"),
         (["--accelerator", "none"], "'multirate' needs an accelerator"),
     ],
 )
@@ -725,3 +730,100 @@ def test_an_interrupted_run_leaves_nothing(
     out, err = capsys.readouterr()
     assert out == "" and "Interrupted" in err and "Traceback" not in err
     assert not folder.exists()
+
+
+# ------------------------------------------------------------------------------ batches, contexts, turns
+
+
+def test_batches_give_what_single_prompts_give(engine: Engine, prompt_file: Path) -> None:
+    prompts = read_prompts(prompt_file)
+    sizes = []
+    for name in ("plain", "multirate", "transformers"):
+        method = METHODS[name].make(engine, options("plain"))
+        ids = prompts.encode(engine)
+        together = method.run(ids, NEW)
+        assert [o.token_ids for o in together] == [
+            method.run([own], NEW)[0].token_ids for own in ids
+        ], name
+        sizes.append(sum(len(output.token_ids) for output in together))
+    report = bench_speculative(
+        engine, prompts, options("plain", "multirate", "transformers", batch=3)
+    )
+    assert report.prompts == 4 and report.methods["transformers"].identical == 4
+    assert report.provenance["batch"] == 3
+    assert report.provenance["decoding"] == "greedy, batches of 3"
+    assert Sample([Output([1, 2]), Output([3])], 2.0).tokens_per_second == 1.5
+
+
+def test_transformers_batches_end_where_each_prompt_ends(engine: Engine) -> None:
+    engine = make_engine()
+    stock, plain = (
+        METHODS[name].make(engine, options("plain")) for name in ("transformers", "plain")
+    )
+    batch = [[40, 41, 42], [50]]
+    free = [output.token_ids for output in plain.run(batch, NEW)]
+    engine.base.model.generation_config.eos_token_id = free[0][3]
+    ends = [own.index(free[0][3]) + 1 if free[0][3] in own else NEW for own in free]
+    assert ends[0] != ends[1]
+    for method in (stock, plain):
+        assert [o.token_ids for o in method.run(batch, NEW)] == [
+            own[:end] for own, end in zip(free, ends, strict=True)
+        ]
+
+
+def test_prompts_are_lengthened_to_a_context(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts_module, "context_text", lambda: "abcdefgh" * 5)
+    system = {"role": "system", "content": "S"}
+    rows = [
+        {"prompt": "AB"},
+        {"text": "CD"},
+        {"messages": [system, *user("E")]},
+        {"text": "F" * 25},
+    ]
+    found = read_prompts(write(tmp_path, *rows)).encode(engine, context=20)
+    # To the tiny tokenizer the line breaks between texts are one unknown token, shown as "!".
+    assert [engine.tokenizer.decode(ids).replace(" ", "") for ids in found] == [
+        "u:abcdefghabcdef!AB;", "abcdefghabcdefgha!CD", "s:S;u:abcdefghabc!E;", "F" * 25,
+    ]  # fmt: skip
+    with pytest.raises(
+        MultirateError, match=r"line 1: context=41 is longer than the text .* 40 tok"
+    ):
+        read_prompts(write(tmp_path, *rows)).encode(engine, context=41)
+    with pytest.raises(MultirateError, match=rf"context={MAX_POSITIONS} leaves no room"):
+        bench_speculative(
+            engine, read_prompts(write(tmp_path, *rows)), options("plain", context=MAX_POSITIONS)
+        )
+
+
+def test_later_turns_come_behind_plain_answers(engine: Engine, tmp_path: Path) -> None:
+    file = write(tmp_path, {"turns": ["AB", "CD", "EF"], "category": "qa"}, {"prompt": "G"})
+    prompts = read_prompts(file).with_turns(engine, 2, new=3)
+    answer = engine.generate("AB", strategy="plain", max_new_tokens=3).text
+    assert [row.content for row in prompts.rows] == [
+        user("AB"), [*user("AB"), {"role": "assistant", "content": answer}, *user("CD")], user("G"),
+    ]  # fmt: skip
+    assert [row.category for row in prompts.rows] == ["qa", "qa", None]
+    third = read_prompts(file).with_turns(engine, 3, new=3).rows[2].content
+    assert [message["content"] for message in third][::2] == ["AB", "CD", "EF"]
+    assert read_prompts(file).with_turns(engine, 1, new=3) == read_prompts(file)
+    report = bench_speculative(engine, read_prompts(file), options("plain", turns=2))
+    assert report.prompts == 3 and report.provenance["decoding"].endswith("at a time, 2 turns")
+
+
+def test_some_of_each_category(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "category": "ab"[i % 3 == 0]} for i in range(9)]
+    found = read_prompts(write(tmp_path, *rows), limit=7, per_category=2)
+    assert [row.content[0]["content"] for row in found.rows] == ["0", "1", "2", "3"]
+    with pytest.raises(MultirateError, match="per_category=0"):
+        read_prompts("mt_bench", per_category=0)
+
+
+def test_spec_bench_has_six_tasks(tmp_path: Path) -> None:
+    kinds = ["writing", "math", "translation", "summarization", "qa", "math_reasoning", "rag"]
+    rows = [{"question_id": i, "turns": ["x"], "category": kind} for i, kind in enumerate(kinds)]
+    found = [row.category for row in read_prompts(write(tmp_path, *rows)).rows]
+    assert found == ["multi_turn", "multi_turn", *kinds[2:]]
+    found = [row.category for row in read_prompts(write(tmp_path, *rows[:4])).rows]
+    assert found == kinds[:4]

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from benching import make_engine, write
+from gguf import GGUFWriter, LlamaFileType
 from tiny_models import MAX_POSITIONS, VOCABULARY, tiny_model
 
 from multirate.bench import speculative
-from multirate.bench.methods import METHODS
+from multirate.bench.llama_cpp import file_labels
+from multirate.bench.methods import METHODS, bind
 from multirate.bench.options import SpeculativeOptions
 from multirate.bench.prompts import read_prompts
 from multirate.bench.registry import Output
@@ -93,10 +95,11 @@ def test_prompt_lookup_of_transformers_gives_plain_tokens(engine: Engine) -> Non
     forwards = []
     engine.base.model.register_forward_hook(lambda *_: forwards.append(1))
     for ids in ([40, 41, 42] * 6, [50], [40 + i % 9 for i in range(MAX_POSITIONS - 4)]):
-        plain, lookup = (method.run(ids, 3 * NEW) for method in methods)
-        assert lookup == plain and len(plain.token_ids) == min(3 * NEW, MAX_POSITIONS - len(ids))
+        plain, lookup = (method.run([ids], 3 * NEW) for method in methods)
+        assert lookup == plain and len(plain[0].token_ids) == min(3 * NEW, MAX_POSITIONS - len(ids))
     del forwards[:]
-    assert len(methods[1].run([40, 41, 42] * 6, 3 * NEW).token_ids) > len(forwards)  # drafts helped
+    (output,) = methods[1].run([[40, 41, 42] * 6], 3 * NEW)
+    assert len(output.token_ids) > len(forwards)  # drafts helped
 
 
 def test_transformers_runs_the_stock_model_in_its_own_type(
@@ -128,19 +131,20 @@ def test_transformers_runs_the_stock_model_in_its_own_type(
 def test_llama_cpp_gets_the_ids_and_the_threads(
     engine: Engine, llama: type[FakeLlama], gguf: Path
 ) -> None:
-    settings = SpeculativeOptions(("llama.cpp", "llama.cpp-lookup"), NEW, gguf=gguf)
+    settings = SpeculativeOptions(("llama.cpp", "llama.cpp-lookup"), NEW, gguf=(gguf,))
     plain, lookup = (METHODS[name].make(engine, settings) for name in settings.methods)
     for method in (plain, lookup):
-        method.prepare([[5, 6], [7, 8, 9]])
+        method.prepare([[[5, 6]], [[7, 8, 9]]])
         for ids in ([5, 6], [7, 8, 9]):
-            found = method.run(ids, 4).token_ids
+            found = method.run([ids], 4)[0].token_ids
             assert found == [(ids[-1] + STEP * i) % VOCABULARY for i in range(1, 5)]
     threads = torch.get_num_threads()
     common = {"n_ctx": 3 + NEW, "n_threads": threads, "n_threads_batch": threads,
               "n_gpu_layers": 0, "seed": 1, "verbose": False}  # fmt: skip
     assert llama.made[0].settings == common
     drafts = llama.made[1].settings.pop("draft_model")
-    assert llama.made[1].settings == common and drafts.num_pred_tokens == 10
+    assert llama.made[1].settings == {**common, "logits_all": True}
+    assert drafts.num_pred_tokens == 10
     greedy = {"temp": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     for made in llama.made:  # nothing is left of the prompt before
         assert made.calls == [([5, 6], greedy, 0), ([7, 8, 9], greedy, 0)]
@@ -150,12 +154,14 @@ def test_llama_cpp_stops_where_ours_stops(
     engine: Engine, llama: type[FakeLlama], gguf: Path
 ) -> None:
     engine.base.model.generation_config.eos_token_id = [5 + 2 * STEP, 9]
-    method = METHODS["llama.cpp"].make(engine, SpeculativeOptions(("llama.cpp",), NEW, gguf=gguf))
+    method = METHODS["llama.cpp"].make(
+        engine, SpeculativeOptions(("llama.cpp",), NEW, gguf=(gguf,))
+    )
     full = [4] * (MAX_POSITIONS - 2)
-    method.prepare([full])
+    method.prepare([[full]])
     assert llama.made[0].settings["n_ctx"] == MAX_POSITIONS
-    assert method.run([5], NEW).token_ids == [5 + STEP, 5 + 2 * STEP]
-    assert method.run(full, NEW).token_ids == [4 + STEP, 4 + 2 * STEP]  # the context ends
+    assert method.run([[5]], NEW) == [Output([5 + STEP, 5 + 2 * STEP])]
+    assert method.run([full], NEW) == [Output([4 + STEP, 4 + 2 * STEP])]  # the context ends
 
 
 def test_other_weights_are_not_compared(
@@ -163,7 +169,7 @@ def test_other_weights_are_not_compared(
 ) -> None:
     names = ("plain", "transformers-lookup", "llama.cpp")
     prompts = read_prompts(write(tmp_path, {"prompt": "AB"}, {"prompt": "ABC"}))
-    report = bench_speculative(engine, prompts, SpeculativeOptions(names, NEW, gguf=gguf))
+    report = bench_speculative(engine, prompts, SpeculativeOptions(names, NEW, gguf=(gguf,)))
     methods = report.to_dict()["methods"]
     agreement = {
         name: [methods[name][key] for key in ("identical", "near_ties", "differences")]
@@ -177,27 +183,47 @@ def test_other_weights_are_not_compared(
     assert (provenance["gguf"], provenance["llama_cpp_python"]) == ("tiny.gguf", "0.3.36")
 
 
+def test_several_files_are_told_apart(
+    engine: Engine, llama: type[FakeLlama], tmp_path: Path
+) -> None:
+    files = []
+    for kind in (LlamaFileType.MOSTLY_Q4_1, LlamaFileType.MOSTLY_Q8_0):
+        files.append(tmp_path / f"{len(files)}.gguf")
+        writer = GGUFWriter(files[-1], "llama")
+        writer.add_file_type(kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+    settings = SpeculativeOptions(("plain", "llama.cpp"), NEW, gguf=tuple(files))
+    assert list(bind(engine, settings)) == ["plain", "llama.cpp:Q4_1", "llama.cpp:Q8_0"]
+    report = bench_speculative(engine, read_prompts(write(tmp_path, {"prompt": "AB"})), settings)
+    assert report.provenance["gguf"] == ["0.gguf", "1.gguf"]
+    assert report.methods["llama.cpp:Q8_0"].identical is None
+    assert file_labels([*files[:1], files[0].with_name("other.gguf")]) == ["Q4_1", "other"]
+    assert file_labels([files[0], files[0]]) == ["0", "0"]
+
+
 def test_what_is_missing_is_told(
     engine: Engine, llama: type[FakeLlama], gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(MultirateError, match=r"need the model as a GGUF file.*--gguf FILE"):
         SpeculativeOptions(("llama.cpp",))
     with pytest.raises(MultirateError, match=r"There is no GGUF file nosuch.gguf"):
-        SpeculativeOptions(("llama.cpp-lookup",), gguf=Path("nosuch.gguf"))
+        SpeculativeOptions(("llama.cpp-lookup",), gguf=(Path("nosuch.gguf"),))
     with pytest.raises(
         MultirateError, match=r"no method reads it. .*: llama.cpp, llama.cpp-lookup"
     ):
-        SpeculativeOptions(("plain",), gguf=gguf)
-    settings = SpeculativeOptions(("llama.cpp",), gguf=gguf)
+        SpeculativeOptions(("plain",), gguf=(gguf,))
+    settings = SpeculativeOptions(("llama.cpp",), gguf=(gguf,))
     monkeypatch.setattr(FakeLlama, "n_vocab", lambda self: 7)
     with pytest.raises(MultirateError, match=rf"another model: .* 7 tokens, .* {VOCABULARY}"):
-        METHODS["llama.cpp"].make(engine, settings).prepare([[1]])
+        METHODS["llama.cpp"].make(engine, settings).prepare([[[1]]])
     gguf.write_bytes(b"text")
     with pytest.raises(MultirateError, match=r"llama.cpp cannot load .*tiny.gguf: Failed to load"):
-        METHODS["llama.cpp"].make(engine, settings).prepare([[1]])
+        METHODS["llama.cpp"].make(engine, settings).prepare([[[1]]])
     monkeypatch.setitem(sys.modules, "llama_cpp", None)  # as if it were not installed
     with pytest.raises(MultirateError, match="pip install llama-cpp-python"):
-        SpeculativeOptions(("llama.cpp",), gguf=gguf)
+        SpeculativeOptions(("llama.cpp",), gguf=(gguf,))
 
 
 def test_sampling_is_from_the_whole_distribution(
@@ -205,25 +231,26 @@ def test_sampling_is_from_the_whole_distribution(
 ) -> None:
     ids, temperature = [40, 41, 42], 2.0
     names = ("plain", "transformers", "transformers-lookup", "llama.cpp", "multirate")
-    settings = SpeculativeOptions(names, NEW, gguf=gguf, temperature=temperature)
+    settings = SpeculativeOptions(names, NEW, gguf=(gguf,), temperature=temperature)
     state = torch.random.get_rng_state()
     runs = {name: METHODS[name].make(engine, settings) for name in names}
     for name in names:
-        runs[name].prepare([ids])
-        first = runs[name].run(ids, NEW)
-        assert len(first.token_ids) == NEW and runs[name].run(ids, NEW) == first  # seeds are fixed
+        runs[name].prepare([[ids]])
+        first = runs[name].run([ids], NEW)
+        assert len(first[0].token_ids) == NEW
+        assert runs[name].run([ids], NEW) == first  # seeds are fixed
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert runs["plain"].run(ids, NEW) == Output(
-        engine.generate(ids, temperature=temperature, seed=1, strategy="plain",
-                        max_new_tokens=NEW).token_ids
-    )  # fmt: skip
+    own = engine.generate(
+        ids, temperature=temperature, seed=1, strategy="plain", max_new_tokens=NEW
+    )
+    assert runs["plain"].run([ids], NEW) == [Output(own.token_ids)]
     assert llama.made[0].calls[0][1] == {"temp": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     for last in range(10, 30):  # some of them draw a token that is not among the 50 likeliest
         logits = engine.base.model(torch.tensor([[*ids, last]])).logits[0, -1]
         with torch.random.fork_rng():
             torch.manual_seed(1)
             drawn = torch.multinomial(torch.softmax(logits / temperature, -1), 1)
-        assert runs["transformers"].run([*ids, last], 1).token_ids == drawn.tolist()
+        assert runs["transformers"].run([[*ids, last]], 1) == [Output(drawn.tolist())]
     prompts = read_prompts(write(tmp_path, {"prompt": "AB"}))
     report = bench_speculative(engine, prompts, SpeculativeOptions(("plain",), temperature=0.5))
     assert report.methods["plain"].identical is None

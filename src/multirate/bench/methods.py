@@ -1,6 +1,6 @@
 """The decoding methods that a benchmark compares; a rival is one more entry of `METHODS`.
 
-Those of our own engine are here, other engines in `outside`.
+Those of our own engine are here, other engines in `outside` and `llama_cpp`.
 
 All of them get the same token ids, and decode at the same temperature and up to the same limits;
 all of a call is timed.
@@ -9,16 +9,18 @@ all of a call is timed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
-from multirate.bench.outside import OUTSIDE
-from multirate.bench.registry import Entry, Method, Output
+from multirate.bench.llama_cpp import LLAMA_CPP, file_labels
+from multirate.bench.outside import LOOKUP_TOKENS, TRANSFORMERS
+from multirate.bench.registry import Batch, Entry, Method, Output
+from multirate.bench.rivals import RIVALS, Rival
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.drafter import Drafter
 from multirate.decode.engine import Engine
 from multirate.decode.lookup import NgramFirstDrafter, PromptLookupDrafter
-from multirate.decode.results import GenerationResult
 from multirate.decode.rivals import EarlyExitDrafter
 
 if TYPE_CHECKING:
@@ -28,31 +30,52 @@ if TYPE_CHECKING:
 def _plain(engine: Engine, settings: SpeculativeOptions) -> Method:
     """Our engine without drafts: what every speedup is measured against."""
     options = GenerationOptions(strategy="plain", **settings.sampling)
-    return Method(lambda ids, new: _output(engine.generate(ids, options, max_new_tokens=new)))
+    return Method(_generate(engine, options))
 
 
-def _multirate(engine: Engine, settings: SpeculativeOptions) -> Method:
+def _multirate(
+    engine: Engine,
+    settings: SpeculativeOptions,
+    max_draft_tokens: int = GenerationOptions.max_draft_tokens,
+    **unless_asked: Any,
+) -> Method:
     """Our engine with the drafts of its own drafter, the accelerator."""
-    options = draft_options(settings)
+    options = draft_options(settings, max_draft_tokens)
+    if settings.num_draft_tokens is None:
+        options = replace(options, **unless_asked)
 
-    def prepare(prompts: Sequence[list[int]]) -> None:
-        if settings.num_draft_tokens is None:
-            for ids in prompts:  # kept by the engine: one measurement for prompts of similar length
-                engine.step_costs(rows=1, context=len(ids), max_drafts=options.max_draft_tokens)
+    def prepare(batches: Sequence[Batch]) -> None:
+        for batch in batches:  # kept by the engine: one measurement for batches of similar size
+            engine.draft_length(batch, options)
 
-    return Method(
-        lambda ids, new: _output(engine.generate(ids, options, max_new_tokens=new)), prepare
-    )
+    return Method(_generate(engine, options), prepare)
 
 
-def _with(make: Callable[[Engine], Drafter]) -> Callable[[Engine, SpeculativeOptions], Method]:
+def _generate(engine: Engine, options: GenerationOptions) -> Callable[[Batch, int], list[Output]]:
+    def run(batch: Batch, new: int) -> list[Output]:
+        results = engine.generate(batch, options, max_new_tokens=new)
+        return [Output(result.token_ids, result.speculation) for result in results]
+
+    return run
+
+
+def _with(
+    make: Callable[[Engine], Drafter], max_draft_tokens: int = GenerationOptions.max_draft_tokens
+) -> Callable[[Engine, SpeculativeOptions], Method]:
     """Our engine with another drafter, of whose steps it then measures the costs."""
 
     def method(engine: Engine, settings: SpeculativeOptions) -> Method:
         rival = Engine(engine.base, tokenizer=engine.tokenizer, drafter=make(engine))
-        return _multirate(rival, settings)
+        return _multirate(rival, settings, max_draft_tokens)
 
     return method
+
+
+def _rival(rival: Rival) -> Entry:
+    def method(engine: Engine, settings: SpeculativeOptions) -> Method:
+        return _multirate(rival.engine(engine, settings), settings, **rival.options)
+
+    return Entry(method, check=rival.check)
 
 
 def _ngrams_first(engine: Engine) -> Drafter:
@@ -69,13 +92,19 @@ METHODS: dict[str, Entry] = {
     "plain": Entry(_plain),
     "multirate": Entry(_multirate, needs_accelerator=True),
     "ngram-multirate": Entry(_with(_ngrams_first), needs_accelerator=True),
-    "prompt-lookup": Entry(_with(lambda engine: PromptLookupDrafter())),
+    "prompt-lookup": Entry(
+        _with(lambda engine: PromptLookupDrafter(num_tokens=LOOKUP_TOKENS), LOOKUP_TOKENS)
+    ),
     "first-k": Entry(_with(_first_layers)),
-    **OUTSIDE,
+    **{name: _rival(rival) for name, rival in RIVALS.items()},
+    **TRANSFORMERS,
+    **LLAMA_CPP,
 }
 
 
-def draft_options(settings: SpeculativeOptions) -> GenerationOptions:
+def draft_options(
+    settings: SpeculativeOptions, max_draft_tokens: int = GenerationOptions.max_draft_tokens
+) -> GenerationOptions:
     """Options of speculative decoding with the number of drafts and the temperature asked for.
 
     Raises:
@@ -84,9 +113,27 @@ def draft_options(settings: SpeculativeOptions) -> GenerationOptions:
     return GenerationOptions(
         strategy="speculative",
         num_draft_tokens=settings.num_draft_tokens,
-        max_draft_tokens=max(GenerationOptions.max_draft_tokens, settings.num_draft_tokens or 0),
+        max_draft_tokens=max(max_draft_tokens, settings.num_draft_tokens or 0),
         **settings.sampling,
     )
+
+
+def bind(engine: Engine, settings: SpeculativeOptions) -> dict[str, Method]:
+    """The methods asked for, by the names under which they are reported.
+
+    One that runs GGUF files is there once for each file; of several files the name tells which.
+    """
+    methods = {}
+    for name in settings.methods:
+        entry = METHODS[name]
+        if not entry.reads_gguf:
+            methods[name] = entry.make(engine, settings)
+            continue
+        labels = file_labels(settings.gguf)
+        for path, label in zip(settings.gguf, labels, strict=True):
+            own = name if len(labels) == 1 else f"{name}:{label}"
+            methods[own] = entry.make(engine, replace(settings, gguf=(path,)))
+    return methods
 
 
 def require_methods(names: Sequence[str]) -> None:
@@ -104,7 +151,3 @@ def require_methods(names: Sequence[str]) -> None:
     twice = [name for name in METHODS if names.count(name) > 1]
     if twice:
         raise MultirateError(f"Method {twice[0]!r} is named twice; name each once. {known}")
-
-
-def _output(result: GenerationResult) -> Output:
-    return Output(result.token_ids, result.speculation)

@@ -21,9 +21,14 @@ class SpeculativeOptions:
         methods: names in `METHODS`.
         max_new_tokens: most tokens a prompt; an end-of-sequence token may end it earlier.
         num_draft_tokens: drafts a step; None for the number that the measured step costs suggest.
-        gguf: the model as a file that llama.cpp reads; for its methods only.
+        gguf: the model as files that llama.cpp reads, one for each quantisation; for its methods only.
         temperature: 0 for greedy decoding; above, every method samples from the whole distribution.
         by_category: also sum up each category of prompts on its own.
+        batch: prompts that are decoded together; the last batch may be smaller.
+        context: tokens that a prompt is lengthened to with text in front of it (`prompts`); None leaves
+            prompts as they are.
+        turns: how many of a conversation's turns are prompts of their own.
+        draft_model: the smaller model of the method `two-model`.
 
     Raises:
         MultirateError: an unknown method, one whose library or file is missing, a file that no
@@ -33,20 +38,38 @@ class SpeculativeOptions:
     methods: tuple[str, ...] = ("plain", "transformers", "multirate")
     max_new_tokens: int = 128
     num_draft_tokens: int | None = None
-    gguf: Path | None = None
+    gguf: tuple[Path, ...] = ()
     temperature: float = 0.0
     by_category: bool = False
+    batch: int = 1
+    context: int | None = None
+    turns: int = 1
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         require_methods(self.methods)
         GenerationOptions(max_new_tokens=self.max_new_tokens, **self.sampling)
         draft_options(self)
+        for option in ("batch", "turns", "context"):
+            value = getattr(self, option)
+            if value is not None and value < 1:
+                raise MultirateError(f"{option}={value} is not allowed; give at least 1.")
         for name in self.methods:
             METHODS[name].check(self)
-        if self.gguf is not None and not reads_gguf(self.methods):
+            if self.batch > 1 and not METHODS[name].batches:
+                raise MultirateError(
+                    f"Method {name!r} decodes one prompt at a time: leave it out (--methods), or use "
+                    f"--batch 1 (now {self.batch})."
+                )
+        if self.draft_model is not None and "two-model" not in self.methods:
+            raise MultirateError(
+                f"{self.draft_model} was given (--draft-model), and no method reads it. Add 'two-model' "
+                f"to --methods."
+            )
+        if self.gguf and not reads_gguf(self.methods):
             readers = ", ".join(name for name, entry in METHODS.items() if entry.reads_gguf)
             raise MultirateError(
-                f"{self.gguf} was given (--gguf), and no method reads it. Name one (--methods): "
+                f"{self.gguf[0]} was given (--gguf), and no method reads it. Name one (--methods): "
                 f"{readers}."
             )
 

@@ -1,22 +1,19 @@
-"""Engines that are not ours: transformers' `generate`, and llama.cpp through llama-cpp-python.
+"""transformers' own `generate`, plain and with prompt lookup.
 
-They get the same token ids, stop at the same end-of-sequence tokens and use as many threads.
+It gets the same token ids and stops at the same end-of-sequence tokens.
 """
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from collections.abc import Sequence
-from itertools import islice
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
-from multirate.bench.registry import Entry, Method, Output
+from multirate.bench.registry import Batch, Entry, Method, Output
 from multirate.bench.statistics import SEED
-from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models import hf
 
@@ -36,24 +33,35 @@ def _transformers_lookup(engine: Engine, settings: SpeculativeOptions) -> Method
     return _generate(engine, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
+@lru_cache(maxsize=1)
+def _stock(engine: Engine) -> PreTrainedModel:
+    """One model for all methods."""
+    return engine.stock_model()
+
+
 def _generate(engine: Engine, settings: SpeculativeOptions, **drafting: Any) -> Method:
-    model, context = engine.stock_model(), engine.base.context_length
+    model, context = _stock(engine), engine.base.context_length
     stock = None if model is engine.base.model else model.dtype
     sampling: dict[str, Any] = {"do_sample": False}
     if settings.temperature:  # without the limits that transformers sets by itself
         sampling = {
             "do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0,
         }  # fmt: skip
-    cuda = [engine.base.device] if engine.base.device.type == "cuda" else []
+    device = engine.base.device
+    cuda = [device] if device.type == "cuda" else []
 
-    def run(ids: list[int], new: int) -> Output:
+    def run(batch: Batch, new: int) -> list[Output]:
         eos = sorted(engine.eos_token_ids)
-        input_ids = torch.tensor([ids], device=engine.base.device)
+        pad = eos[0] if eos else 0
+        longest = max(map(len, batch))
+        padding = [longest - len(ids) for ids in batch]
+        padded = [[pad] * n + ids for n, ids in zip(padding, batch, strict=True)]
+        seen = [[0] * n + [1] * (longest - n) for n in padding]
         config = GenerationConfig(
             **sampling,
-            max_new_tokens=min(new, context - len(ids)),
+            max_new_tokens=min(new, context - longest),
             eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,  # never written: a batch of one needs no padding
+            pad_token_id=pad,
             **drafting,
         )
         # Whatever the arguments leave open comes from the model's own generation config, repetition
@@ -69,107 +77,24 @@ def _generate(engine: Engine, settings: SpeculativeOptions, **drafting: Any) -> 
             ):
                 torch.manual_seed(SEED)
                 output = model.generate(
-                    input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config
+                    torch.tensor(padded, device=device),
+                    attention_mask=torch.tensor(seen, device=device),
+                    generation_config=config,
                 )
         finally:
             model.generation_config = own
-        return Output(output[0, len(ids) :].tolist())
+        return [Output(_until_end(row, set(eos))) for row in output[:, longest:].tolist()]
 
     return Method(run, dtype=stock)
 
 
-class _LlamaCpp:
-    """llama.cpp on a GGUF file.
-
-    Raises:
-        MultirateError: llama-cpp-python is not installed; by `prepare`: the file is not one that
-            llama.cpp reads, or another model's.
-    """
-
-    def __init__(self, engine: Engine, settings: SpeculativeOptions, *, lookup: bool) -> None:
-        self.library = llama_cpp()
-        self.engine, self.settings, self.lookup = engine, settings, lookup
-        # Without the limits that it sets by itself; at temperature 0 it reads none of them.
-        self.sampling = {
-            "temp": settings.temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        }  # fmt: skip
-
-    def prepare(self, prompts: Sequence[list[int]]) -> None:
-        """Load the model, with a context that holds the longest prompt and its new tokens."""
-        base, path, threads = self.engine.base, self.settings.gguf, torch.get_num_threads()
-        longest = max(map(len, prompts)) + self.settings.max_new_tokens
-        drafting = {}
-        if self.lookup:
-            speculative = importlib.import_module("llama_cpp.llama_speculative")
-            drafting["draft_model"] = speculative.LlamaPromptLookupDecoding(
-                num_pred_tokens=LOOKUP_TOKENS
-            )
-        try:
-            self.llama = self.library.Llama(
-                str(path),
-                n_ctx=min(base.context_length, longest),
-                n_threads=threads,
-                n_threads_batch=threads,
-                n_gpu_layers=-1 if base.device.type == "cuda" else 0,
-                seed=SEED,
-                verbose=False,
-                **drafting,
-            )
-        except ValueError as error:
-            raise MultirateError(f"llama.cpp cannot load {path}: {error}") from None
-        if self.llama.n_vocab() != base.vocab_size:
-            raise MultirateError(
-                f"{path} holds another model: its vocabulary has {self.llama.n_vocab()} tokens, this "
-                f"model's {base.vocab_size}. Give a GGUF file of the same model (--gguf)."
-            )
-
-    def run(self, ids: list[int], new: int) -> Output:
-        self.llama.reset()  # or it would keep what two prompts begin with in common
-        eos, tokens = self.engine.eos_token_ids, []
-        room = min(new, self.engine.base.context_length - len(ids))
-        for token in islice(self.llama.generate(ids, **self.sampling), room):
-            tokens.append(token)
-            if token in eos:
-                break
-        return Output(tokens)
+def _until_end(tokens: list[int], eos: set[int]) -> list[int]:
+    """Without the padding behind the token that ends a text."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[:end]
 
 
-def llama_cpp() -> Any:
-    """The module of llama-cpp-python.
-
-    Raises:
-        MultirateError: it is not installed.
-    """
-    try:
-        return importlib.import_module("llama_cpp")
-    except ImportError as error:
-        raise MultirateError(
-            f"The llama.cpp methods need llama-cpp-python, which cannot be imported ({error}). Install "
-            f"it with: pip install llama-cpp-python"
-        ) from None
-
-
-def _require_gguf(settings: SpeculativeOptions) -> None:
-    llama_cpp()
-    if settings.gguf is None:
-        raise MultirateError(
-            "The llama.cpp methods need the model as a GGUF file; give its path (--gguf FILE)."
-        )
-    if not settings.gguf.is_file():
-        raise MultirateError(f"There is no GGUF file {settings.gguf}; give its path (--gguf FILE).")
-
-
-def _llama_cpp(lookup: bool) -> Entry:
-    def make(engine: Engine, settings: SpeculativeOptions) -> Method:
-        llama = _LlamaCpp(engine, settings, lookup=lookup)
-        return Method(llama.run, llama.prepare)
-
-    return Entry(make, check=_require_gguf, reads_gguf=True)
-
-
-OUTSIDE: dict[str, Entry] = {
+TRANSFORMERS: dict[str, Entry] = {
     "transformers": Entry(_transformers),
-    "transformers-lookup": Entry(_transformers_lookup),
-    "llama.cpp": _llama_cpp(lookup=False),
-    "llama.cpp-lookup": _llama_cpp(lookup=True),
+    "transformers-lookup": Entry(_transformers_lookup, batches=False),
 }

@@ -14,7 +14,8 @@ from multirate.decode.results import Speculation
 if TYPE_CHECKING:
     from multirate.bench.options import SpeculativeOptions
 
-Prepare = Callable[[Sequence[list[int]]], None]
+Batch = list[list[int]]  # token ids of prompts that are decoded together
+Prepare = Callable[[Sequence[Batch]], None]
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,20 @@ class Method:
     """A way to decode, bound to a model.
 
     Attributes:
-        run: takes a prompt's ids and the most new tokens.
-        prepare: called once with all prompts before anything is timed; what a method measures or
+        run: takes a batch and the most new tokens of a prompt; an output for each prompt.
+        prepare: called once with all batches before anything is timed; what a method measures or
             compiles belongs here.
         dtype: of its weights and activations, where they are not the engine's.
+        own_weights: whether it runs weights that were rounded in another way than the engine's: its
+            outputs are not compared with plain decoding's.
+        close: called once after everything, also where it failed.
     """
 
-    run: Callable[[list[int], int], Output]
-    prepare: Prepare = lambda prompts: None
+    run: Callable[[Batch, int], list[Output]]
+    prepare: Prepare = lambda batches: None
     dtype: torch.dtype | None = None
+    own_weights: bool = False
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,13 @@ class Entry:
         needs_accelerator: whether the engine must have one.
         check: raises a MultirateError where something that was asked for, or a library, is missing;
             called before a model is loaded.
-        reads_gguf: whether it runs a GGUF file instead of the engine's weights, which are rounded
-            in another way: its outputs are not compared with plain decoding's.
+        reads_gguf: whether it runs GGUF files instead of the engine's weights; it is then measured
+            once for each file.
+        batches: whether it decodes several prompts together.
     """
 
     make: Callable[[Engine, SpeculativeOptions], Method]
     needs_accelerator: bool = False
     check: Callable[[SpeculativeOptions], None] = lambda settings: None
     reads_gguf: bool = False
+    batches: bool = True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -37,12 +37,8 @@ from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 
 if TYPE_CHECKING:
     from multirate.bench.reports import ReportComparison
-    from multirate.bench.speculative import (
-        CategorySummary,
-        MethodSummary,
-        Progress,
-        SpeculativeReport,
-    )
+    from multirate.bench.speculative import Progress, SpeculativeReport
+    from multirate.bench.summary import CategorySummary, MethodSummary
 
 LINES = 10  # of progress, where stderr is no terminal
 
@@ -63,6 +59,9 @@ def speculative(
         ),
     ] = "mt_bench",
     limit: Annotated[int | None, typer.Option(help="only the first so many prompts")] = None,
+    per_category: Annotated[
+        int | None, typer.Option(help="only the first so many prompts of each category")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="most new tokens of a prompt")] = 128,
     methods: Annotated[
         str, typer.Option(metavar="A,B,C", help="what to measure; '?' lists all")
@@ -72,12 +71,28 @@ def speculative(
         int | None, typer.Option(help="drafts a step; default: chosen from measured step costs")
     ] = None,
     gguf: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="the model for llama.cpp; default: the embedded model's own file",
+            help="the model for llama.cpp, several times for several quantisations; default: the "
+            "embedded model's own file",
         ),
     ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="the smaller model that drafts for the method two-model"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="prompts that are decoded together")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(help="lengthen prompts to so many tokens with prose in front of them"),
+    ] = None,
+    turns: Annotated[
+        int,
+        typer.Option(
+            help="turns of a conversation that are prompts of their own, behind plain decoding's answers"
+        ),
+    ] = 1,
     temperature: Annotated[
         float, typer.Option(help="0 for greedy decoding; above, outputs are not compared")
     ] = 0.0,
@@ -106,12 +121,23 @@ def speculative(
 
     # Everything that can be refused is refused before anything slow starts.
     names = tuple(name.strip() for name in methods.split(",") if name.strip())
-    if gguf is None and model == EMBEDDED_NAME and reads_gguf(names):
-        gguf = embedded_gguf()
+    files = tuple(gguf or ())
+    if not files and model == EMBEDDED_NAME and reads_gguf(names):
+        files = (embedded_gguf(),)
     options = SpeculativeOptions(
-        names, max_new_tokens, num_draft_tokens, gguf, temperature, by_category
+        names,
+        max_new_tokens,
+        num_draft_tokens,
+        files,
+        temperature,
+        by_category,
+        batch=batch,
+        context=context,
+        turns=turns,
+        draft_model=draft_model,
     )
-    prompt_set = read_prompts(prompts, limit=limit)
+    prompt_set = read_prompts(prompts, limit=limit, per_category=per_category)
+    prompt_set.require_turns(turns)
     if by_category:
         prompt_set.require_categories()
     if output is not None:
@@ -226,7 +252,7 @@ def show(report: SpeculativeReport, console: Console) -> None:
     source = report.provenance
     machine = source["machine"]
     table = Table(
-        title=f"{source['model']}, {source['dtype']}, {source['decoding'].split(',')[0]}, "
+        title=f"{source['model']}, {source['dtype']}, {_decoding(source)}, "
         f"{report.prompts} prompts x {report.new_tokens} new tokens",
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -272,6 +298,12 @@ def show(report: SpeculativeReport, console: Console) -> None:
         f"device {machine['device']}",
         soft_wrap=True,
     )
+
+
+def _decoding(source: Mapping[str, Any]) -> str:
+    """In a few words; seeds and the usual, one prompt at a time, are not among them."""
+    words = source["decoding"].split(", ")
+    return ", ".join(w for w in words if not w.startswith("seed") and w != "one prompt at a time")
 
 
 def _cells(summary: MethodSummary) -> list[str]:
