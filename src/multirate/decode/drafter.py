@@ -112,6 +112,11 @@ class Drafter(ABC):
         """Expected acceptance of draft i given those before it; empty if nothing is known."""
         return ()
 
+    @property
+    def extra_entries(self) -> int:
+        """Most entries beyond `Draft.lengths` that it has the model run for itself to `observe`."""
+        return 0
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
         """The drafter of one generation: itself, unless it keeps a state from step to step.
 

@@ -1,4 +1,4 @@
-"""Drafting with a stream that has keys and values of its own, as EAGLE's has (arXiv 2401.15077, 2503.01840).
+"""Drafting with a stream that has keys and values of its own, as EAGLE's (arXiv 2401.15077, 2503.01840).
 
 The preset `eagle` of `config.accelerator` is such a stream. It must read the whole text itself: for each
 position the token there and the model's features one position before, which the generation loop shows

@@ -132,6 +132,8 @@ def decode(
     """
     assert (drafter is None) == (draft_length is None)
     max_drafts = draft_length.max_entries if draft_length is not None else 0
+    if drafter is not None:
+        max_drafts += drafter.extra_entries
     room = max(len(p) + c.room for p, c in zip(prompts, checkers, strict=True))
     arena = base.arena(rows=len(prompts), max_len=room + max_drafts)
     if drafter is not None:

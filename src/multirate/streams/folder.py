@@ -89,7 +89,7 @@ def save_accelerator(
             name=name or f"./{target.name}",
         )
         target.parent.mkdir(parents=True, exist_ok=True)
-        _write_folder(target, contents)
+        write_folder(target, contents)
     except OSError as error:
         raise MultirateError(
             f"Could not save the accelerator in {target}: {error.strerror or error}. Choose a folder "
@@ -342,7 +342,7 @@ def _contents(
     }
 
 
-def _write_folder(target: Path, contents: dict[str, bytes]) -> None:
+def write_folder(target: Path, contents: dict[str, bytes]) -> None:
     """Put a whole folder at `target`; whatever stops it, no half of one stays behind."""
     stamp = uuid.uuid4().hex[:8]
     new, old = (target.with_name(f".{target.name}.{stamp}.{kind}") for kind in ("new", "old"))
