@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from test_stream_steps import shaken
@@ -10,7 +13,7 @@ from tiny_models import VOCABULARY, tiny_model
 from multirate.config.accelerator import preset_config
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
-from multirate.decode.drafter import AcceleratorDrafter, DraftRequest, Observation
+from multirate.decode.drafter import MODEL, AcceleratorDrafter, DraftRequest, Observation
 from multirate.decode.eagle import OwnKvRun
 from multirate.decode.engine import Engine
 from multirate.decode.loop import prefill
@@ -98,6 +101,44 @@ def test_output_is_the_plain_one(model: str) -> None:
     for drafts, width in ((1, 1), (4, 1), (2, 3)):
         results = engine.generate(PROMPTS, options, num_draft_tokens=drafts, draft_width=width)
         assert [r.token_ids for r in results] == plain
+    grown = engine.generate(PROMPTS, options)  # trees, as measured costs have it
+    assert [r.token_ids for r in grown] == plain
+
+
+class Bushy:
+    """A growth that continues two nodes of every level."""
+
+    def chance(self, claimed: float, kind: int = MODEL) -> float:
+        return claimed
+
+    def pays(self, chance: float = 1.0) -> bool:
+        return True
+
+    def beam(self, depth: int, chances: Sequence[Sequence[float]], limit: int) -> int:
+        return min(2, limit)
+
+
+def test_branches_of_a_tree_are_drafted_as_if_they_stood_alone() -> None:
+    base = BaseModel(tiny_model("llama"))
+    stream = shaken(base, "eagle", draft_vocab_size=31).eval()
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        run = OwnKvRun(stream, rows=2, max_len=40)
+        prefill(base, ids[:, :-1].tolist(), base.arena(rows=2, max_len=20), stream.carry_layers,
+                observe=run.observe)  # fmt: skip
+        tree = run.draft(replace(request(ids.tolist(), stream, 3), growth=Bushy(), width=2))
+        assert tree.steps == (1, 2, 2)
+        for row, parents in enumerate(tree.parent_lists()):
+            tokens = tree.tokens[row].tolist()
+            for leaf in range(len(tokens)):
+                path = [leaf]
+                while parents[path[0]] >= 0:
+                    path.insert(0, parents[path[0]])
+                if len(path) < 3 or tokens[leaf] != tokens[parents.index(parents[leaf])]:
+                    continue  # a first child at the last level: what follows its path for certain
+                text = torch.tensor([[*ids[row].tolist(), *(tokens[i] for i in path)]])
+                exit_ = unrolled(stream, text, 3)[2][0, -1]
+                assert int(stream.draft_ids[stream.draft_logits(exit_).argmax()]) == tokens[leaf]
 
 
 def test_its_shape() -> None:

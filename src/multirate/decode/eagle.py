@@ -14,9 +14,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multirate.decode.drafter import RANKED, Draft, Drafter, DraftRequest, Observation, draft_chain
+from multirate.decode.drafter import (
+    MAX_BEAM,
+    RANKED,
+    Draft,
+    Drafter,
+    DraftRequest,
+    Level,
+    Observation,
+    draft_chain,
+    grow_tree,
+)
 from multirate.models.arena import ArenaLayer, KVArena
-from multirate.models.base import BaseModel
+from multirate.models.base import BaseModel, Block
 from multirate.streams.accelerator import Accelerator, Carried
 
 # The first position with features before it. Own slots count from it: attention sees differences only.
@@ -57,6 +67,14 @@ class OwnKvRun(Drafter):
     def max_width(self) -> int:
         return RANKED
 
+    @property
+    def max_beam(self) -> int:
+        return MAX_BEAM
+
+    @property
+    def grows(self) -> bool:
+        return True
+
     def keep(self, rows: Sequence[int]) -> None:
         kept = torch.tensor(rows, device=self.stream.base.device)
         self.arena.keep(kept)
@@ -80,25 +98,40 @@ class OwnKvRun(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         stream, base = self.stream, self.stream.base
-        carried = Carried((), own=False)
+        lengths = [length - FIRST for length in request.lengths]
+        carried = Carried((), own=True)
+
+        def run(tokens: Tensor, block: Block) -> Tensor:
+            nonlocal carried
+            logits, carried = stream.step(tokens, carried, block, self.arena, None)
+            return logits
 
         def step(made: int, token: Tensor) -> Tensor:
             nonlocal carried
             if made == 0:
-                start, end = self._read_on(request)
-            else:
-                block = base.block([length - FIRST + made for length in request.lengths], 1)
-                start = stream.enter(token[:, None], carried, block, self.arena)
-                end = stream.advance(start, block, self.arena, None)
-            carried = Carried((start, end), own=True)
-            return stream.draft_logits(end)[:, 0]
+                carried = self._read_on(request)
+                return stream.draft_logits(carried.states[1])[:, 0]
+            return run(token[:, None], base.block([n + made for n in lengths], 1))[:, 0]
 
+        def step_level(level: Level) -> Tensor:
+            nonlocal carried
+            if level.tree is None:
+                return step(level.depth, level.tokens[:, 0])[:, None]
+            row = torch.arange(len(lengths), device=level.tokens.device)[:, None]
+            carried = Carried(tuple(s[row, level.parents] for s in carried.states), own=True)
+            depths, mask = level.tree.depths, level.tree.mask
+            block = base.block(lengths, mask.shape[-1], depths=depths, block_mask=mask)
+            return run(level.tokens, block.tail(level.tokens.shape[1]))
+
+        if request.growth is not None:
+            return grow_tree(step_level, request, stream.draft_ids, max_beam=MAX_BEAM)
         return draft_chain(step, request, stream.draft_ids)
 
-    def _read_on(self, request: DraftRequest) -> tuple[Tensor, Tensor]:
-        """Read the text up to its last token: p at entry and exit there, both `[R, 1, D]`."""
+    def _read_on(self, request: DraftRequest) -> Carried:
+        """Read the text up to its last token: p at entry and exit there, each `[R, 1, D]`."""
         base, lengths = self.stream.base, request.lengths
-        n = max(length + 1 - read for length, read in zip(lengths, self.read, strict=True))
+        lacking = (length + 1 - read for length, read in zip(lengths, self.read, strict=True))
+        n = max(1, *lacking)  # what stands behind the last token is needed in any case
         # All rows read as many: a row that lacks fewer reads some again. Only one shorter than
         # that is padded on the right, and its next tokens overwrite the padding.
         starts = [max(FIRST, length + 1 - n) for length in lengths]
@@ -113,7 +146,7 @@ class OwnKvRun(Drafter):
         end = self.stream.advance(start, block, self.arena, None)
         self.read = [length + 1 for length in lengths]
         last = torch.tensor([len(text) - 1 for text in texts], device=base.device)
-        return start[rows, last][:, None], end[rows, last][:, None]
+        return Carried((start[rows, last][:, None], end[rows, last][:, None]), own=True)
 
 
 def _arena_of(base: BaseModel, layers: set[int], *, rows: int, max_len: int) -> KVArena:
