@@ -4,9 +4,10 @@
 
 Every variant gets the same texts in the same order, the same closed-form start and the same steps; what
 it changes is in its name. The teacher runs once for all of them and its states stay in memory, so a
-variant costs only its own training. Two things that the library does not ship are tried here too:
+variant costs only its own training. Two things that the default preset has not are tried here too:
 
-- `own-kv`: the stream attends to keys and values of its own instead of the model's (as EAGLE does);
+- `own-kv`: the stream attends to keys and values of its own instead of the model's (as EAGLE does; the
+  preset `eagle` over whole texts, here over their trained windows);
 - `block`: all drafts at once, one row a future position, each from the last verified token and states,
   seeing the rows before it (instead of one after another, each fed the token and state before it).
 """
