@@ -4,9 +4,9 @@
 each output and 32 inputs: with 4 bits the grid of llama.cpp's Q4_1, with 8 bits (m = -128 d) that of
 Q8_0. Weights that came from such a file are therefore kept exactly, and the model computes what its
 float32 form computes; "int8" keeps a matrix in 4 bits where these are exact. Inputs are float32, where
-llama.cpp rounds them to 8 bits. torch's own kernels for such weights are slower here than packed float16
-weights, and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut
-out of 32-bit words beside the multiplications of up to four rows.
+llama.cpp rounds them to 8 bits. torch's own kernels for such weights take half as long again or twice as
+long, and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut out
+of 32-bit words beside the multiplications of up to four rows.
 
 **On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
 one for 32 inputs, activations bfloat16.
