@@ -45,9 +45,9 @@ class HeadOptions:
 
     tokens: int = 60_000
     draft_vocab_size: int = 12_288
-    epochs: int = 2
+    epochs: int = 3
     learning_rate: float = 1e-3
-    batch: int = 512
+    batch: int = 128
     batch_tokens: int = 1024
     ridge: float = 1e-3
     seed: int = 0
