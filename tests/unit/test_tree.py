@@ -6,16 +6,23 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from test_stream_steps import shaken
 from tiny_models import MAX_POSITIONS, VOCABULARY, tiny_model
+from torch import Tensor
 
+from multirate.config.generation import GenerationOptions
+from multirate.decode import loop
 from multirate.decode.acceptance import accept_greedy
-from multirate.decode.costs import DraftLength, Outcome, StepCosts
-from multirate.decode.drafter import Draft, Drafter, DraftRequest
+from multirate.decode.costs import DraftLength, EvenGrowth, Outcome, StepCosts
+from multirate.decode.drafter import AcceleratorDrafter, Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.results import GenerationResult
 from multirate.decode.rivals import EarlyExitDrafter
+from multirate.decode.sampling import Sampler
 from multirate.decode.tree import Tree, caterpillar, path_to
+from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel
+from multirate.streams.accelerator import Accelerator, Carried
 
 
 def test_shape_by_hand() -> None:
@@ -247,17 +254,149 @@ def test_a_tree_as_wide_as_the_vocabulary_is_always_right() -> None:
     assert found.speculation.num_drafts == 10 == found.speculation.num_accepted_tokens
 
 
-def test_the_width_pays_where_rows_are_cheap_and_runners_up_are_right() -> None:
-    # Two drafts of four: 1 + .748 + .6 x .748 = 2.197 tokens in 14 s, .157; one .146, three .154.
-    flat = StepCosts(verify=(10.0,) * 13, draft=2.0)
-    steep = StepCosts(verify=tuple(10.0 + 5 * n for n in range(13)), draft=2.0)
-    assert DraftLength(flat, max_drafts=8, prior=[0.6], width=None).best()[:2] == (2, 4)
-    assert DraftLength(steep, max_drafts=8, prior=[0.4], width=None).best()[1] == 1
-    length = DraftLength(flat, max_drafts=8, prior=[0.4], width=None)
-    assert length.rescue(1) == 0 and abs(length.rescue(4) - 0.37) < 1e-9
-    for _ in range(200):  # runners-up are never right
-        length.update([Outcome(drafted=1, accepted=0)], width=4)
-    assert length.rescue(4) < 0.06
-    for _ in range(200):  # the second choice always is
-        length.update([Outcome(drafted=1, accepted=1, rank=0)], width=4)
-    assert length.rescue(2) > 0.8 and length.acceptance()[0] < 0.1
+# ------------------------------------------------------------------ growing trees
+
+FLAT = StepCosts(verify=tuple(100 + 0.1 * n for n in range(17)), draft=(0.1, 0.11, 0.12, 0.13))
+STEEP = StepCosts(verify=tuple(100 + 20.0 * n for n in range(17)), draft=(0.1, 0.11, 0.12, 0.13))
+
+
+def grown(
+    base: BaseModel, preset: str, costs: StepCosts, **settings: object
+) -> list[GenerationResult]:
+    engine = Engine(base, accelerator=shaken(base, preset))
+    engine.step_costs = lambda **_: costs  # type: ignore[method-assign]
+    return engine.generate(PROMPTS, max_new_tokens=40, ignore_eos=True, **settings)
+
+
+@pytest.mark.parametrize("preset", ["carry", "paper"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "llama-eager"])
+def test_grown_trees_write_what_plain_decoding_writes(name: str, preset: str) -> None:
+    """Both kinds of accelerated layer, windows shorter than the text, soft caps."""
+    base = BaseModel(tiny_model(name))
+    plain = Engine(base).generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+    for costs in (FLAT, STEEP):
+        found = grown(base, preset, costs)
+        assert [f.token_ids for f in found] == [p.token_ids for p in plain]
+    tall = [f.speculation for f in grown(base, preset, FLAT) if f.speculation]
+    assert sum(s.num_draft_tokens for s in tall) > 2 * sum(s.num_drafts for s in tall)
+
+
+def true_engine(name: str) -> tuple[Engine, BaseModel]:
+    """A drafter that is the model itself, so that the likeliest path is always right."""
+    base = BaseModel(tiny_model(name))
+    engine = Engine(base, drafter=EarlyExitDrafter(base, base.num_layers))
+    engine.step_costs = lambda **_: FLAT  # type: ignore[method-assign]
+    return engine, base
+
+
+def test_the_likeliest_path_is_drafted() -> None:
+    engine, _ = true_engine("llama")
+    found = engine.generate(PROMPTS[0], max_new_tokens=41, ignore_eos=True)
+    assert found.token_ids == engine.generate(
+        PROMPTS[0], strategy="plain", max_new_tokens=41, ignore_eos=True
+    ).token_ids  # fmt: skip
+    assert found.speculation.mean_acceptance_length > 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3"])
+def test_a_level_is_scored_as_each_of_its_paths_alone(name: str) -> None:
+    """Several nodes a step, with their own slots, masks and states: the same as chains one by one."""
+    base = BaseModel(tiny_model(name))
+    stream = shaken(base, "carry")
+    drafter = AcceleratorDrafter(stream)
+    sampler = Sampler(GenerationOptions(), device="cpu")
+    with torch.inference_mode():
+        arena = base.arena(rows=3, max_len=40)
+        _, states = loop.prefill(base, PROMPTS, arena, drafter.carry_layers)
+        lengths = [len(p) for p in PROMPTS]
+        last = torch.tensor([3, 4, 5])
+        request = DraftRequest(
+            last, lengths, states, arena, [[*p, 3 + i] for i, p in enumerate(PROMPTS)], count=4,
+            sampler=sampler, go_on=lambda *_: True, width=3, growth=EvenGrowth(3),
+        )  # fmt: skip
+        tree = drafter.draft(request)
+        assert tree.steps == (1, 3, 3, 3) and tree.chances is not None
+        parents = tree.parent_lists()
+        inner = sorted({i for i in parents[0] if i >= 0})
+        assert len(inner) > 5
+        for row in range(3):
+            for node in {i for i in parents[row] if i >= 0}:
+                path = [node]
+                while parents[row][path[0]] >= 0:
+                    path.insert(0, parents[row][path[0]])
+                q = chain_probabilities(stream, states, arena, lengths, row, [int(last[row]), *(
+                    int(tree.tokens[row, i]) for i in path)])  # fmt: skip
+                for child in (i for i, p in enumerate(parents[row]) if p == node):
+                    claim = tree.chances[row][child]
+                    assert claim == pytest.approx(float(q[tree.tokens[row, child]]), abs=1e-5)
+
+
+def chain_probabilities(
+    stream: Accelerator, states: dict[int, Tensor], arena: KVArena, lengths: Sequence[int], row: int,
+    tokens: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """What one row's stream says after a chain of tokens."""
+    carried = Carried(tuple(states[i] for i in stream.carry_layers), own=False)
+    for made, token in enumerate(tokens):
+        block = stream.base.block([n + made for n in lengths], 1)
+        prefix = stream.prefix(lengths, block.positions)
+        ids = torch.full((len(lengths), 1), token)
+        logits, carried = stream.step(ids, carried, block, arena, prefix)
+    return logits[row, 0].softmax(-1)
+
+
+def of(tokens: list[int], parents: list[int], chances: list[float]) -> Draft:
+    return Draft.of_rows(
+        [tokens], [parents], device=torch.device("cpu"), chances=[chances], steps=(1,)
+    )
+
+
+def test_what_is_kept_is_worth_its_rows() -> None:
+    """Values of the paths: 0.6, 0.3, 0.36, 0.03, 0.18."""
+    draft = of([1, 2, 3, 4, 5], [-1, -1, 0, 1, 2], [0.6, 0.3, 0.6, 0.1, 0.5])
+
+    def kept(row: float) -> list[int]:
+        costs = StepCosts(tuple(10 + row * n for n in range(17)), (1e-9,))
+        length = DraftLength(costs, max_drafts=4, prior=[1e-9], width=None)
+        assert length.price() == pytest.approx(0.1)
+        return length.keep(draft).tokens[0].tolist()
+
+    assert kept(0.2) == [1, 3, 5, 2, 4]  # depth first, the likeliest path in front
+    assert kept(1.0) == [1, 3, 5, 2]
+    assert kept(2.5) == [1, 3, 2]
+    assert kept(3.5) == [1, 3]
+    assert kept(5.0) == [1]
+    assert kept(7.0) == []
+    chain = of([1, 2, 3], [-1, 0, -1], [0.9, 0.9, 0.01])
+    assert chain.pruned([[0.9, 0.81, 0.01]], 2).parents is None
+
+
+def test_rows_keep_trees_of_their_own() -> None:
+    draft = Draft.of_rows(
+        [[1, 2, 3], [4, 5, 6]], [[-1, 0, -1], [-1, 0, -1]], device=torch.device("cpu"),
+        chances=[[0.9, 0.9, 0.1], [0.5, 0.1, 0.4]], steps=(1,),
+    )  # fmt: skip
+    kept = draft.pruned([[0.9, 0.81, 0.1], [0.5, 0.05, 0.4]], 2)
+    assert kept.tokens.tolist() == [[1, 2], [4, 6]]
+    assert kept.parent_lists() == [[-1, 0], [-1, -1]]
+
+
+def test_levels_widen_where_it_pays() -> None:
+    costs = StepCosts((10.0,) + (10.5,) * 16, (1.0, 1.0, 1.0, 5.0))
+    length = DraftLength(costs, max_drafts=4, prior=[0.5], width=None)
+    assert length.beam(0, [[1.0]], 1) == 1
+    assert length.beam(1, [[0.9, 0.5, 0.4, 0.4]], 4) == 3  # the fourth would cost four seconds more
+    assert length.beam(1, [[0.9, 0.5, 0.4, 0.4]], 2) == 2
+    assert length.beam(1, [[0.2, 0.01, 0.01, 0.01]], 4) == 0
+    assert length.beam(4, [[1.0]], 4) == 0  # deep enough
+
+
+def test_claims_are_corrected_by_what_was_seen() -> None:
+    length = DraftLength(FLAT, max_drafts=4, prior=[0.5], width=None)
+    assert length.chance(0.6) == 0.6
+    draft = of([1, 2, 3], [-1, -1, 1], [0.6, 0.3, 0.6])
+    for _ in range(200):  # the second is right, the first never, what follows the second is
+        length.update([Outcome(2, 2)], draft, [[2, 3]])
+    assert length.chance(0.3) > 0.7 and length.chance(0.6) == pytest.approx(0.5, abs=0.02)
+    assert length.chance(0.05) == pytest.approx(0.05)  # of which nothing was seen
+    assert length.gain()[1] > 1.7  # two tokens a cycle

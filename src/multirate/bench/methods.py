@@ -20,7 +20,7 @@ from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.drafter import Drafter
 from multirate.decode.engine import Engine
-from multirate.decode.lookup import NgramFirstDrafter, PromptLookupDrafter
+from multirate.decode.lookup import NgramTreeDrafter, PromptLookupDrafter
 from multirate.decode.rivals import EarlyExitDrafter
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _rival(rival: Rival) -> Entry:
 
 def _ngrams_first(engine: Engine) -> Drafter:
     """Prompt lookup, and the accelerator's stream where it finds nothing."""
-    return NgramFirstDrafter(cast(Drafter, engine.drafter))
+    return NgramTreeDrafter(cast(Drafter, engine.drafter))
 
 
 def _first_layers(engine: Engine) -> Drafter:

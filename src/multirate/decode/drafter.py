@@ -10,20 +10,38 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from multirate.decode.sampling import Sampler
-from multirate.decode.tree import caterpillar
+from multirate.decode.tree import Tree, caterpillar
 from multirate.models.arena import KVArena
+from multirate.models.base import Block
 from multirate.streams.accelerator import Accelerator, Carried
 
 RANKED = 16  # most candidates that a drafter with a distribution gives
+MAX_BEAM = 4  # most nodes of a level that the stream continues in one step
+
+MODEL, TEXT = 0, 1  # where a draft comes from: a model's distribution, or the text before
 
 # Whether one more draft pays, given the number made so far and the drafter's own chance that all of
 # them are right (None: it has no opinion). See `DraftLength.go_on`.
 GoOn = Callable[[int, float | None], bool]
+
+
+class Growth(Protocol):
+    """Decides the shape of trees; implemented by `DraftLength`. Chances are estimated, 0 to 1."""
+
+    def chance(self, claimed: float, kind: int = MODEL) -> float:
+        """Of a draft whose parent is right, given what its drafter claims."""
+
+    def pays(self, chance: float = 1.0) -> bool:
+        """Whether a model should draft where nothing else guesses right with this chance."""
+
+    def beam(self, depth: int, chances: Sequence[Sequence[float]], limit: int) -> int:
+        """How many nodes of a level to continue, given each row's chances, falling; 0 to end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +62,9 @@ class DraftRequest:
             already drafted stays in it, so acceptance remains exact.
         width: candidates wanted at each position, the draft included. A drafter may give fewer, or a
             tree of another shape of `count * width` entries at most.
+        growth: if given, the loop keeps of a draft what is worth verifying, by its `chances`. `count`
+            is then its depth and `width` the children of a node; a drafter that can, grows a tree.
+            None when sampling: what was drawn at random must be verified.
     """
 
     last: Tensor
@@ -55,6 +76,7 @@ class DraftRequest:
     sampler: Sampler
     go_on: GoOn
     width: int = 1
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +94,11 @@ class Draft:
         ids: LongTensor `[Vd]`, token ids of the columns of `probs`; None where Vd is the vocabulary.
         lengths: how many of the n are the row's drafts, the rest is padding; None for all. As for
             `accept_sampled`, it may not depend on the value of a draft that is left out.
+        chances: for each row n numbers, what the drafter itself thinks of each draft: the chance that
+            it is right if its parent is. None where it has no opinion.
+        kinds: for each row n times `MODEL` or `TEXT`; None: all of them `MODEL`.
+        steps: of each draft step that was run, how many nodes a row it continued. None: one step of
+            one node for each level.
     """
 
     tokens: Tensor
@@ -79,6 +106,97 @@ class Draft:
     probs: Tensor | None = None
     ids: Tensor | None = None
     lengths: list[int] | None = None
+    chances: Sequence[Sequence[float]] | None = None
+    kinds: Sequence[Sequence[int]] | None = None
+    steps: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of_rows(
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        *,
+        device: torch.device,
+        **fields: Any,
+    ) -> Draft:
+        """From each row's tokens and parents on the host; rows may have different numbers of them.
+
+        Args:
+            tokens: of each row.
+            parents: of each row.
+            device: of the tensors.
+            fields: other attributes, `chances` and `kinds` as long as the row's tokens.
+        """
+        n = max(len(row) for row in tokens)
+        chains = [list(range(-1, n - 1))] * len(parents)
+        up = [[*row, *[-1] * (n - len(row))] for row in parents]
+        is_chain = all(
+            list(row) == chain[: len(row)] for row, chain in zip(parents, chains, strict=True)
+        )
+        return Draft(
+            tokens=_tensor([[*row, *[0] * (n - len(row))] for row in tokens], n, device),
+            parents=None if is_chain else _tensor(up, n, device),
+            lengths=[len(row) for row in tokens],
+            **fields,
+        )
+
+    def parent_lists(self) -> list[list[int]]:
+        """Parents of each row's entries, on the host, for a chain too."""
+        rows, n = self.tokens.shape
+        if self.parents is None:
+            return [list(range(-1, n - 1))] * rows
+        found: list[list[int]] = self.parents.expand(rows, n).tolist()
+        return found
+
+    def pruned(self, values: Sequence[Sequence[float]], count: int) -> Draft:
+        """The `count` entries of greatest value in each row, the likeliest path first.
+
+        Args:
+            values: of each row's own entries, none above its parent's.
+            count: how many stay; all of a row that has fewer.
+        """
+        tokens, parents, chances, kinds = [], [], [], []
+        everything = zip(
+            values,
+            self.tokens.tolist(),
+            self.parent_lists(),
+            self.chances or [[0.0] * len(row) for row in values],
+            self.kinds or [[MODEL] * len(row) for row in values],
+            strict=True,
+        )
+        for value, row, up, chance, kind in everything:
+            # Among equals a parent comes first, because it stands before its children.
+            best = sorted(range(len(value)), key=lambda i: (-value[i], i))[:count]
+            order = _depth_first(best, up)
+            place = {old: new for new, old in enumerate(order)} | {-1: -1}
+            tokens.append([row[i] for i in order])
+            parents.append([place[up[i]] for i in order])
+            chances.append([chance[i] for i in order])
+            kinds.append([kind[i] for i in order])
+        return Draft.of_rows(
+            tokens,
+            parents,
+            device=self.tokens.device,
+            chances=None if self.chances is None else chances,
+            kinds=None if self.kinds is None else kinds,
+            steps=self.steps,
+        )
+
+
+def _tensor(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long, device=device).view(len(rows), width)
+
+
+def _depth_first(entries: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """A tree's entries, best first, so ordered that each one's descendants follow it at once."""
+    children: dict[int, list[int]] = {}
+    for entry in entries:
+        children.setdefault(parents[entry], []).append(entry)
+    order, stack = [], [-1]
+    while stack:
+        entry = stack.pop()
+        order.append(entry)
+        stack.extend(reversed(children.get(entry, [])))
+    return order[1:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +255,16 @@ class Drafter(ABC):
         """Most candidates a position that it can give: 1 = no runners-up."""
         return 1
 
+    @property
+    def max_beam(self) -> int:
+        """Most nodes of a level that one of its steps can continue."""
+        return 1
+
+    @property
+    def grows(self) -> bool:
+        """Whether it asks `DraftRequest.growth` itself if it should draft at all."""
+        return False
+
     @abstractmethod
     def draft(self, request: DraftRequest) -> Draft:
         """Guess up to `request.count` tokens for each row."""
@@ -153,6 +281,10 @@ def draft_chain(
         request: what the loop wants.
         ids: as in `Draft`.
     """
+    if request.growth is not None:
+        return grow_tree(
+            lambda level: step(level.depth, level.tokens[:, 0])[:, None], request, ids, max_beam=1
+        )
     sampler, token = request.sampler, request.last
     tokens: list[Tensor] = []  # each [R, w], the draft and its runners-up
     probs: list[Tensor] = []
@@ -207,8 +339,97 @@ def draw_different(q: Tensor, count: int, sampler: Sampler) -> tuple[Tensor, Ten
     return torch.stack(columns, dim=1), torch.stack(drawn_from, dim=1)
 
 
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Nodes that one draft step continues, m a row.
+
+    Attributes:
+        depth: of the nodes; 0 = the last token.
+        tokens: LongTensor `[R, m]`.
+        parents: LongTensor `[R, m]`, which node of the level before each one follows.
+        tree: of the S nodes of all levels so far, these being the last m; None for a chain.
+    """
+
+    depth: int
+    tokens: Tensor
+    parents: Tensor
+    tree: Tree | None
+
+
+def grow_tree(
+    step: Callable[[Level], Tensor],
+    request: DraftRequest,
+    ids: Tensor | None,
+    *,
+    max_beam: int,
+) -> Draft:
+    """Grow trees level by level, where their chances are best (EAGLE-2, arXiv 2406.16858).
+
+    Each step continues the likeliest nodes of the last level and ranks what follows each of them.
+
+    Args:
+        step: draft logits `[R, m, Vd]` after the nodes of a level.
+        request: what the loop wants, `growth` among it.
+        ids: as in `Draft`.
+        max_beam: most nodes of a level that are continued.
+    """
+    growth, sampler, device = request.growth, request.sampler, request.last.device
+    assert growth is not None
+    rows = range(len(request.last))
+    tokens: list[list[int]] = [[] for _ in rows]
+    parents: list[list[int]] = [[] for _ in rows]
+    claims: list[list[float]] = [[] for _ in rows]
+    values: list[list[float]] = [[] for _ in rows]
+    above: list[list[int]] = [[] for _ in rows]  # of continued nodes, the node that each follows
+    continued = [[-1] for _ in rows]  # entries that this level's nodes are
+    level = Level(0, request.last[:, None], torch.zeros_like(request.last[:, None]), None)
+    steps: list[int] = []
+    beam = growth.beam(0, [[1.0] for _ in rows], 1)
+    while beam > 0:
+        steps.append(beam)
+        q = sampler.probabilities(sampler.warp_draft(step(level).flatten(0, 1)))
+        best = q.topk(min(request.width, q.shape[-1]))
+        columns = best.indices if ids is None else ids[best.indices]
+        new: list[list[int]] = [[] for _ in rows]
+        ranked = zip(columns.tolist(), best.values.tolist(), strict=True)
+        nodes = [(row, entry) for row in rows for entry in continued[row]]
+        for (row, entry), node in zip(nodes, ranked, strict=True):
+            for token, claim in zip(*node, strict=True):
+                new[row].append(len(tokens[row]))
+                tokens[row].append(token)
+                parents[row].append(entry)
+                claims[row].append(claim)
+                value = values[row][entry] if entry >= 0 else 1.0
+                values[row].append(value * growth.chance(claim))
+        if len(steps) == request.count:
+            break
+        for row in rows:
+            new[row].sort(key=lambda i: -values[row][i])
+        chances = [[values[row][i] for i in new[row]] for row in rows]
+        beam = growth.beam(len(steps), chances, max_beam)
+        if beam == 0:
+            break
+        chosen = [new[row][:beam] for row in rows]
+        places = [[continued[row].index(parents[row][i]) for i in chosen[row]] for row in rows]
+        first = sum(steps) - steps[-1]
+        for row in rows:
+            above[row].extend(first + place for place in places[row])
+        level = Level(
+            len(steps),
+            _tensor([[tokens[row][i] for i in chosen[row]] for row in rows], beam, device),
+            _tensor(places, beam, device),
+            Tree.of(torch.tensor(above, device=device) - 1) if max([*steps, beam]) > 1 else None,
+        )
+        continued = chosen
+    return Draft.of_rows(tokens, parents, device=device, chances=claims, steps=tuple(steps))
+
+
 class AcceleratorDrafter(Drafter):
-    """Drafts one token after another with the accelerated stream."""
+    """Drafts with the accelerated stream: a chain, or a tree of which a step continues several nodes.
+
+    A tree's nodes write their provisional keys and values to slots of their own behind the verified
+    ones, and see their ancestors' only.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator.eval()
@@ -226,6 +447,14 @@ class AcceleratorDrafter(Drafter):
     def max_width(self) -> int:
         return RANKED
 
+    @property
+    def max_beam(self) -> int:
+        return MAX_BEAM
+
+    @property
+    def grows(self) -> bool:
+        return True
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
         if not self.accelerator.config.own_kv:
             return self
@@ -237,11 +466,25 @@ class AcceleratorDrafter(Drafter):
         stream, base, lengths = self.accelerator, self.accelerator.base, request.lengths
         carried = Carried(tuple(request.states[i] for i in stream.carry_layers), own=False)
 
-        def step(made: int, token: Tensor) -> Tensor:
+        def run(tokens: Tensor, block: Block) -> Tensor:
             nonlocal carried
-            block = base.block([length + made for length in lengths], 1)
             prefix = stream.prefix(lengths, block.positions)
-            logits, carried = stream.step(token[:, None], carried, block, request.arena, prefix)
-            return logits[:, 0]
+            logits, carried = stream.step(tokens, carried, block, request.arena, prefix)
+            return logits
 
+        def step(made: int, token: Tensor) -> Tensor:
+            return run(token[:, None], base.block([n + made for n in lengths], 1))[:, 0]
+
+        def step_level(level: Level) -> Tensor:
+            nonlocal carried
+            if level.tree is None:
+                return step(level.depth, level.tokens[:, 0])[:, None]
+            row = torch.arange(len(lengths), device=level.tokens.device)[:, None]
+            carried = Carried(tuple(s[row, level.parents] for s in carried.states), carried.own)
+            depths, mask = level.tree.depths, level.tree.mask
+            block = base.block(lengths, mask.shape[-1], depths=depths, block_mask=mask)
+            return run(level.tokens, block.tail(level.tokens.shape[1]))
+
+        if request.growth is not None:
+            return grow_tree(step_level, request, stream.draft_ids, max_beam=MAX_BEAM)
         return draft_chain(step, request, stream.draft_ids)

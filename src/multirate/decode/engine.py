@@ -22,6 +22,7 @@ from multirate.decode.costs import (
     MAX_ENTRIES,
     MAX_WIDTH,
     DraftLength,
+    EvenGrowth,
     StepCosts,
     measure_costs,
     synchronizer,
@@ -251,6 +252,7 @@ class Engine:
             fixed=fixed,
             width=width,
             max_width=min(max_width, MAX_WIDTH),
+            drawn=not options.greedy,
         )
 
     @torch.inference_mode()
@@ -269,8 +271,9 @@ class Engine:
         return self._costs[key]
 
     def _measure(self, rows: int, context: int, max_drafts: int) -> StepCosts:
-        base, max_len = self.base, context + max_drafts + 1
-        drafter = cast(Drafter, self.drafter).start(rows=rows, max_len=max_len)
+        base, own = self.base, cast(Drafter, self.drafter)
+        max_len = context + max(max_drafts, own.max_beam + 1) + 1
+        drafter = own.start(rows=rows, max_len=max_len)
         arena = base.arena(rows=rows, max_len=max_len)
         lengths = [context] * rows
         token = torch.zeros(rows, dtype=torch.long, device=base.device)
@@ -288,7 +291,7 @@ class Engine:
             h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena)
             greedy.scores(base.head(h), [[]] * rows).argmax(-1)
 
-        def draft() -> None:
+        def draft(beam: int) -> None:
             drafter.draft(
                 DraftRequest(
                     token,
@@ -296,14 +299,20 @@ class Engine:
                     states,
                     arena,
                     [text] * rows,
-                    count=1,
+                    count=2 if beam else 1,
                     sampler=greedy,
-                    go_on=lambda *_: False,
+                    go_on=lambda *_: beam > 0,
+                    width=MAX_WIDTH,
+                    growth=EvenGrowth(beam),
                 )
             )
 
         return measure_costs(
-            verify, draft, max_drafts=max_drafts, synchronize=synchronizer(base.device)
+            verify,
+            draft,
+            max_drafts=max_drafts,
+            max_beam=drafter.max_beam,
+            synchronize=synchronizer(base.device),
         )
 
 

@@ -8,13 +8,16 @@ that reads the model's states takes over.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import Draft, Drafter, DraftRequest, Observation
+from multirate.decode.drafter import MODEL, TEXT, Draft, Drafter, DraftRequest, Growth, Observation
+
+# How often a token is right that followed a match of 1, 2, ... tokens: a first guess.
+CLAIMS = (0.2, 0.35, 0.5, 0.65, 0.8)
 
 
 class PromptLookupDrafter(Drafter):
@@ -45,6 +48,10 @@ class PromptLookupDrafter(Drafter):
 
     def find(self, ids: Sequence[int], count: int) -> list[int]:
         """The `count` tokens that a text is expected to go on with; empty without a match."""
+        return self.look_up(ids, count)[0]
+
+    def look_up(self, ids: Sequence[int], count: int) -> tuple[list[int], int]:
+        """As `find`; also how many tokens matched."""
         best, after = 0, 0
         for end in range(len(ids) - 2, -1, -1):
             if ids[end] != ids[-1]:  # by far most places
@@ -55,38 +62,63 @@ class PromptLookupDrafter(Drafter):
             if best == self.max_ngram:
                 break
         if best < self.min_ngram:
-            return []
+            return [], 0
         text = list(ids[after:])
         for i in range(count):
             text.append(text[i])
-        return text[len(text) - count :]
+        return text[len(text) - count :], best
 
     def _match(self, ids: Sequence[int], end: int) -> int:
         """How many tokens up to and with place `end` equal the last ones, `max_ngram` at most."""
         longest = min(self.max_ngram, end + 1)
         return next((n for n in range(1, longest) if ids[end - n] != ids[-1 - n]), longest)
 
+    @property
+    def grows(self) -> bool:
+        return True
+
     def draft(self, request: DraftRequest) -> Draft:
         count = min(request.count, self.num_tokens)
-        # A match says nothing of how sure it is: what was accepted so far decides.
-        count = next((n for n in range(1, count) if not request.go_on(n, None)), count)
-        found = [self.find(row, count) for row in request.ids]
-        return Draft(
-            tokens=_rectangle(found, request.last.device), lengths=[len(row) for row in found]
+        if request.growth is None:
+            # A fixed number, or drafts beside those drawn at random: what was accepted so far decides.
+            count = next((n for n in range(1, count) if not request.go_on(n, None)), count)
+        found = [self.look_up(row, count) for row in request.ids]
+        return Draft.of_rows(
+            [tokens for tokens, _ in found],
+            [list(range(-1, len(tokens) - 1)) for tokens, _ in found],
+            device=request.last.device,
+            chances=[
+                [_claim(matched + i) for i in range(len(tokens))] for tokens, matched in found
+            ],
+            kinds=[[TEXT] * len(tokens) for tokens, _ in found],
+            steps=() if any(tokens for tokens, _ in found) else None,
         )
 
 
-class NgramFirstDrafter(Drafter):
-    """Prompt lookup where the match is long enough to be trusted, another drafter elsewhere.
+def _claim(matched: int) -> float:
+    """The chance of a token after a match of so many, before anything is known of this text."""
+    return CLAIMS[min(matched, len(CLAIMS)) - 1]
+
+
+class NgramTreeDrafter(Drafter):
+    """Prompt lookup and another drafter in one tree.
+
+    What stood in the text is a branch of its own from the root, where the other drafter has not drafted
+    the same. Lookups cost next to nothing, so they go on where the other drafter does not pay, and that
+    one rests where a lookup is nearly sure. Where trees are not grown (a fixed number of drafts,
+    sampling), a row with a match of `min_ngram` is drafted from the text, the others by the other.
 
     Args:
-        other: drafts for the rows without a match; it does not run if all rows have one.
-        lookup: None for matches of 3 to 5 tokens.
+        other: the drafter beside the lookup.
+        lookup: None for matches of up to 5 tokens.
+        min_ngram: shortest match that is trusted alone.
     """
 
-    def __init__(self, other: Drafter, lookup: PromptLookupDrafter | None = None) -> None:
-        self.other = other
-        self.lookup = lookup or PromptLookupDrafter(max_ngram=5, min_ngram=3)
+    def __init__(
+        self, other: Drafter, lookup: PromptLookupDrafter | None = None, *, min_ngram: int = 3
+    ) -> None:
+        self.other, self.min_ngram = other, min_ngram
+        self.lookup = lookup or PromptLookupDrafter(max_ngram=5)
 
     @property
     def carry_layers(self) -> Sequence[int]:
@@ -97,11 +129,24 @@ class NgramFirstDrafter(Drafter):
         return self.other.expected_acceptance
 
     @property
+    def extra_entries(self) -> int:
+        return self.other.extra_entries
+
+    @property
     def max_width(self) -> int:
         return self.other.max_width
 
+    @property
+    def max_beam(self) -> int:
+        return self.other.max_beam
+
+    @property
+    def grows(self) -> bool:
+        return True
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
-        return NgramFirstDrafter(self.other.start(rows=rows, max_len=max_len), self.lookup)
+        other = self.other.start(rows=rows, max_len=max_len)
+        return NgramTreeDrafter(other, self.lookup, min_ngram=self.min_ngram)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.other.keep(rows)
@@ -111,11 +156,87 @@ class NgramFirstDrafter(Drafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         found = self.lookup.draft(request)
+        if request.growth is None:
+            return self._first(found, request)
+        assert found.chances is not None
+        growth = request.growth
+        missed = [1 - growth.chance(row[0], TEXT) if row else 1.0 for row in found.chances]
+        beside = _Beside(growth, missed)
+        if self.other.grows or growth.pays(sum(missed) / len(missed)):
+            return _join(self.other.draft(replace(request, growth=beside)), found, growth)
+        return found
+
+    def _first(self, found: Draft, request: DraftRequest) -> Draft:
+        """Rows with a long match from the text, the others by the other drafter."""
         assert found.lengths is not None
-        if all(found.lengths):
+        matched = [self.lookup.look_up(row, 1)[1] for row in request.ids]
+        lengths = [
+            n if m >= self.min_ngram else 0 for n, m in zip(found.lengths, matched, strict=True)
+        ]
+        found = Draft(found.tokens, lengths=lengths, steps=())
+        if all(lengths):
             return found
-        other = self.other.draft(request)
-        return _merge(found, other) if any(found.lengths) else other
+        if not any(lengths):
+            return self.other.draft(request)
+        return _merge(found, self.other.draft(replace(request, width=1)))
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """The growth of a tree beside lookups, which leave it these chances (one a row)."""
+
+    growth: Growth
+    left: Sequence[float]
+
+    def chance(self, claimed: float, kind: int = MODEL) -> float:
+        return self.growth.chance(claimed, kind)
+
+    def pays(self, chance: float = 1.0) -> bool:
+        return self.growth.pays(chance * sum(self.left) / len(self.left))
+
+    def beam(self, depth: int, chances: Sequence[Sequence[float]], limit: int) -> int:
+        if depth == 0:
+            chances = [[row[0] * left] for row, left in zip(chances, self.left, strict=True)]
+        return self.growth.beam(depth, chances, limit)
+
+
+def _join(tree: Draft, found: Draft, growth: Growth) -> Draft:
+    """Each row's looked-up chain as one more branch of its tree; what both hold stands there once."""
+    assert found.chances is not None
+    rows, n = tree.tokens.shape
+    claims = [list(row) for row in tree.chances or [[0.0] * n] * rows]
+    kinds = [list(row) for row in tree.kinds or [[MODEL] * len(row) for row in claims]]
+    tokens, parents = [], []
+    lengths = tree.lengths or [n] * rows
+    for row, (drafts, above) in enumerate(
+        zip(tree.tokens.tolist(), tree.parent_lists(), strict=True)
+    ):
+        drafts, above = drafts[: lengths[row]], above[: lengths[row]]
+        place = {
+            (parent, token): i for i, (parent, token) in enumerate(zip(above, drafts, strict=True))
+        }
+        node = -1
+        for token, claim in zip(found.tokens[row].tolist(), found.chances[row], strict=False):
+            known = place.get((node, token))
+            if known is None:
+                known = len(drafts)
+                drafts.append(token)
+                above.append(node)
+                claims[row].append(claim)
+                kinds[row].append(TEXT)
+            elif growth.chance(claim, TEXT) > growth.chance(claims[row][known], kinds[row][known]):
+                claims[row][known], kinds[row][known] = claim, TEXT
+            node = known
+        tokens.append(drafts)
+        parents.append(above)
+    return Draft.of_rows(
+        tokens,
+        parents,
+        device=tree.tokens.device,
+        chances=claims,
+        kinds=kinds,
+        steps=tree.steps,
+    )
 
 
 def _merge(found: Draft, other: Draft) -> Draft:
@@ -132,7 +253,7 @@ def _merge(found: Draft, other: Draft) -> Draft:
     elsewhere = other.lengths or [made] * len(found.lengths)
     lengths = [n or m for n, m in zip(found.lengths, elsewhere, strict=True)]
     if other.probs is None:
-        return Draft(tokens, lengths=lengths)
+        return Draft(tokens, lengths=lengths, steps=other.steps)
     # One batch has one kind of q: a draft from the text gets the point mass that it came from.
     probs, ids, columns = other.probs, other.ids, tokens
     if ids is not None:  # which may need columns that a reduced vocabulary lacks
@@ -144,12 +265,4 @@ def _merge(found: Draft, other: Draft) -> Draft:
     probs = pad(probs, (0, 0, 0, width - made))
     certain = torch.zeros_like(probs).scatter_(2, columns[..., None], 1.0)
     probs = torch.where(from_text[:, None, None], certain, probs)
-    return Draft(tokens, probs=probs, ids=ids, lengths=lengths)
-
-
-def _rectangle(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of different lengths as a LongTensor `[R, longest]`, filled up with zeros."""
-    width = max(len(row) for row in rows)
-    return torch.tensor(
-        [[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.long, device=device
-    ).view(len(rows), width)
+    return Draft(tokens, probs=probs, ids=ids, lengths=lengths, steps=other.steps)

@@ -59,7 +59,7 @@ class SpeculationCounts:
         num_accepted_tokens: drafted tokens that were accepted.
         accepted_per_position: of which at position i of their draft.
         num_plain_steps: verify passes without drafts, while drafting did not pay. A pass for which
-            the drafter was asked and found nothing is counted nowhere.
+            the drafter ran and found nothing is counted nowhere.
     """
 
     num_drafts: int = 0
@@ -131,7 +131,7 @@ def decode(
         token that its prefill gives.
     """
     assert (drafter is None) == (draft_length is None)
-    max_drafts = draft_length.max_entries if draft_length is not None else 0
+    max_drafts = draft_length.max_slots if draft_length is not None else 0
     if drafter is not None:
         max_drafts += drafter.extra_entries
     room = max(len(p) + c.room for p, c in zip(prompts, checkers, strict=True))
@@ -158,33 +158,16 @@ def decode(
     rows.last = sampler.choose(sampler.scores(base.head(final), rows.ids))[:, 0]
     yield _emit(rows, [[token] for token in rows.last.tolist()], arena)
     while rows.index:
-        k, wanted, width = 0, 0, 1
+        draft = Draft(rows.last.new_empty((len(rows.index), 0)), steps=())
+        if drafter is not None and draft_length is not None:
+            draft = _draft(rows, drafter, draft_length, arena, sampler)
+        blocks, paths, outcomes = _verify(base, rows, draft, arena, sampler)
         if draft_length is not None:
-            wanted, width = draft_length.choose()
-            # The last token a row may get needs no draft: the verify pass itself yields it.
-            k = min(wanted, max(c.room for c in rows.checkers) - 1)
-        draft = Draft(rows.last.new_empty((len(rows.index), 0)))
-        if drafter is not None and k > 0:
-            draft = drafter.draft(
-                DraftRequest(
-                    rows.last,
-                    rows.lengths,
-                    rows.states,
-                    arena,
-                    rows.ids,
-                    count=k,
-                    sampler=sampler,
-                    go_on=cast(DraftLength, draft_length).go_on,
-                    width=width,
-                )
-            )
-        blocks, outcomes = _verify(base, rows, draft, arena, sampler)
-        if draft_length is not None:
-            draft_length.update(outcomes, width)
+            draft_length.update(outcomes, draft, paths)
             for count, outcome in zip(rows.counts, outcomes, strict=True):
                 if outcome.drafted > 0:
                     count.add(outcome)
-                elif wanted == 0:
+                elif draft.steps == ():
                     count.num_plain_steps += 1
         rows.last = torch.tensor([b[-1] for b in blocks], device=base.device)
         rows.lengths = [n + len(b) for n, b in zip(rows.lengths, blocks, strict=True)]
@@ -229,15 +212,42 @@ def prefill(
     return final, {i: kept[i] for i in layers}
 
 
+def _draft(
+    rows: _Rows, drafter: Drafter, length: DraftLength, arena: KVArena, sampler: Sampler
+) -> Draft:
+    """What is to be verified; nothing where drafting does not pay."""
+    # The last token a row may get needs no draft: the verify pass itself yields it.
+    count = min(length.max_drafts, max(c.room for c in rows.checkers) - 1)
+    growth = length if length.grows else None
+    nothing = rows.last.new_empty((len(rows.index), 0))
+    if not (length.pays() or (growth is not None and drafter.grows)):
+        return Draft(nothing, steps=())
+    if count < 1:
+        return Draft(nothing)
+    request = DraftRequest(
+        rows.last,
+        rows.lengths,
+        rows.states,
+        arena,
+        rows.ids,
+        count=count,
+        sampler=sampler,
+        go_on=length.go_on,
+        width=length.width,
+        growth=growth,
+    )
+    return length.keep(drafter.draft(request))
+
+
 def _verify(
     base: BaseModel, rows: _Rows, draft: Draft, arena: KVArena, sampler: Sampler
-) -> tuple[list[list[int]], list[Outcome]]:
+) -> tuple[list[list[int]], list[list[int]], list[Outcome]]:
     """Run last tokens and drafts through all layers in one block.
 
     Leaves the keys, values and states of the accepted path where the next cycle expects them.
 
     Returns:
-        Each row's new tokens, and what became of its drafts.
+        Each row's new tokens, the block entries of those that were drafted, and the outcome.
     """
     count, device = len(rows.index), rows.last.device
     n = draft.tokens.shape[1]
@@ -285,7 +295,7 @@ def _verify(
         Outcome.of(shape[:length], path, checker.room - 1)
         for shape, length, path, checker in zip(shapes, made, paths, rows.checkers, strict=True)
     ]
-    return blocks, outcomes
+    return blocks, paths, outcomes
 
 
 def _run(

@@ -46,6 +46,10 @@ class EarlyExitDrafter(Drafter):
     def max_width(self) -> int:
         return RANKED
 
+    @property
+    def grows(self) -> bool:
+        return True
+
     def draft(self, request: DraftRequest) -> Draft:
         base = self.base
 
@@ -88,6 +92,10 @@ class ModelDrafter(Drafter):
     @property
     def max_width(self) -> int:
         return RANKED
+
+    @property
+    def grows(self) -> bool:
+        return True
 
     def start(self, *, rows: int, max_len: int) -> Drafter:
         return _ModelRun(self.model, rows=rows, max_len=max_len)

@@ -43,7 +43,9 @@ class Tree:
         """The tree of a draft's `parents`, `[n]` or `[R, n]`, in which -1 stands for the last token."""
         parents = (parents if parents.ndim == 2 else parents[None]) + 1
         entries = parents.shape[1] + 1
-        steps = torch.eye(entries, dtype=torch.float32, device=parents.device).repeat(len(parents), 1, 1)
+        steps = torch.eye(entries, dtype=torch.float32, device=parents.device).repeat(
+            len(parents), 1, 1
+        )
         steps[:, 1:].scatter_(2, parents[..., None], 1.0)
         # After j squarings a step is up to 2^j generations: numbers of ways, only zero or not counts.
         for _ in range(max(0, entries - 1).bit_length()):

@@ -52,6 +52,17 @@ class Block:
     masks: dict[str, Tensor]
     rotary: dict[str, tuple[Tensor, Tensor]]
 
+    def tail(self, n: int) -> Block:
+        """The last n positions alone; what the others wrote they see as before."""
+        return Block(
+            positions=self.positions[:, -n:],
+            slots=self.slots[:, -n:],
+            start=None if self.start is None else self.start + self.slots.shape[1] - n,
+            visible=self.visible,
+            masks={kind: mask[:, :, -n:] for kind, mask in self.masks.items()},
+            rotary={kind: (cos[:, -n:], sin[:, -n:]) for kind, (cos, sin) in self.rotary.items()},
+        )
+
 
 class BaseModel:
     """A loaded causal LM, seen as embed -> run_layers -> head.
