@@ -86,7 +86,8 @@ def test_the_json_has_exactly_the_stable_shape(engine: Engine, prompt_file: Path
         options("transformers", "plain", "multirate", num_draft_tokens=DRAFTS),
     )
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert list(data) == ["provenance", "prompts", "new_tokens", "methods"]
+    assert list(data) == ["provenance", "prompts", "new_tokens", "methods", "cost_card"]
+    assert data["cost_card"]["weight_bytes"] > 0 and data["cost_card"]["roofline_fraction"] > 0
     assert (data["prompts"], data["new_tokens"]) == (len(TURNS), NEW)
     assert list(data["methods"]) == ["transformers", "plain", "multirate"]
     for name, method in data["methods"].items():
@@ -627,6 +628,7 @@ def test_table(run: Run, arguments: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert [line.split()[0] for line in out.splitlines() if "4 / 0 / 0" in line] == [
         "plain", "multirate",
     ]  # fmt: skip
+    assert "roofline fraction 0." in out
     assert re.search(r"multirate: 1\.\d tokens a draft", out) and "10th-90th percentile" in out
     assert all(len(line) <= 80 for line in out.splitlines()[:8])
 
@@ -643,7 +645,9 @@ def test_a_table_by_category(
     ]  # fmt: skip
     assert run(*arguments, *extra, "--by-category", "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert list(data) == ["provenance", "prompts", "new_tokens", "methods", "categories"]
+    assert list(data) == [
+        "provenance", "prompts", "new_tokens", "methods", "cost_card", "categories",
+    ]  # fmt: skip
     assert list(data["categories"]["rag"]["methods"]) == ["plain", "multirate"]
 
 

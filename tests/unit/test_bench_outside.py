@@ -132,21 +132,25 @@ def test_llama_cpp_gets_the_ids_and_the_threads(
     engine: Engine, llama: type[FakeLlama], gguf: Path
 ) -> None:
     settings = SpeculativeOptions(("llama.cpp", "llama.cpp-lookup"), NEW, gguf=(gguf,))
-    plain, lookup = (METHODS[name].make(engine, settings) for name in settings.methods)
-    for method in (plain, lookup):
+    methods = [METHODS[name].make(engine, settings) for name in settings.methods]
+    for method in methods:
         method.prepare([[[5, 6]], [[7, 8, 9]]])
         for ids in ([5, 6], [7, 8, 9]):
             found = method.run([ids], 4)[0].token_ids
             assert found == [(ids[-1] + STEP * i) % VOCABULARY for i in range(1, 5)]
     threads = torch.get_num_threads()
-    common = {"n_ctx": 3 + NEW, "n_threads": threads, "n_threads_batch": threads,
+    common = {"n_ctx": 256, "n_threads": threads, "n_threads_batch": threads,
               "n_gpu_layers": 0, "seed": 1, "verbose": False}  # fmt: skip
     assert llama.made[0].settings == common
     drafts = llama.made[1].settings.pop("draft_model")
     assert llama.made[1].settings == {**common, "logits_all": True}
     assert drafts.num_pred_tokens == 10
     greedy = {"temp": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    for made in llama.made:  # nothing is left of the prompt before
+    methods[1].prepare([[[0] * (256 - NEW - 10)]])
+    assert llama.made[2].settings["n_ctx"] == 256  # its drafts included
+    methods[1].prepare([[[0] * (256 - NEW - 9)]])
+    assert llama.made[3].settings["n_ctx"] == 512
+    for made in llama.made[:2]:  # nothing is left of the prompt before
         assert made.calls == [([5, 6], greedy, 0), ([7, 8, 9], greedy, 0)]
 
 
@@ -159,7 +163,6 @@ def test_llama_cpp_stops_where_ours_stops(
     )
     full = [4] * (MAX_POSITIONS - 2)
     method.prepare([[full]])
-    assert llama.made[0].settings["n_ctx"] == MAX_POSITIONS
     assert method.run([[5]], NEW) == [Output([5 + STEP, 5 + 2 * STEP])]
     assert method.run([full], NEW) == [Output([4 + STEP, 4 + 2 * STEP])]  # the context ends
 

@@ -23,6 +23,8 @@ from multirate.decode.engine import Engine
 if TYPE_CHECKING:
     from multirate.bench.options import SpeculativeOptions
 
+CONTEXT_STEP = 256  # llama.cpp's contexts are multiples of it
+
 
 class _LlamaCpp:
     """llama.cpp on a GGUF file.
@@ -45,6 +47,8 @@ class _LlamaCpp:
         base, (path,) = self.engine.base, self.settings.gguf
         threads = torch.get_num_threads()
         longest = max(len(ids) for batch in batches for ids in batch) + self.settings.max_new_tokens
+        # llama.cpp rounds up; the library, which does not, would write drafts beyond its own room.
+        room = -(-(longest + LOOKUP_TOKENS) // CONTEXT_STEP) * CONTEXT_STEP
         drafting: dict[str, Any] = {}
         if self.lookup:
             speculative = importlib.import_module("llama_cpp.llama_speculative")
@@ -56,7 +60,7 @@ class _LlamaCpp:
         try:
             self.llama = self.library.Llama(
                 str(path),
-                n_ctx=min(base.context_length, longest),
+                n_ctx=room,
                 n_threads=threads,
                 n_threads_batch=threads,
                 n_gpu_layers=-1 if base.device.type == "cuda" else 0,

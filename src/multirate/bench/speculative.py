@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from multirate.bench.cost_card import CostCard, measure_cost_card
 from multirate.bench.llama_cpp import llama_cpp
 from multirate.bench.methods import bind
 from multirate.bench.options import SpeculativeOptions
@@ -48,6 +50,7 @@ class SpeculativeReport:
         prompts: how many.
         new_tokens: most new tokens a prompt, as asked for.
         methods: by name, in the order asked for.
+        cost_card: of a plain step at the prompts' median length.
         categories: by name, in the prompts' order; None if they were not asked for.
     """
 
@@ -55,6 +58,7 @@ class SpeculativeReport:
     prompts: int
     new_tokens: int
     methods: dict[str, MethodSummary]
+    cost_card: CostCard
     categories: dict[str, CategorySummary] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,6 +68,7 @@ class SpeculativeReport:
             "prompts": self.prompts,
             "new_tokens": self.new_tokens,
             "methods": {name: summary.to_dict() for name, summary in self.methods.items()},
+            "cost_card": self.cost_card.to_dict(),
         }
         if self.categories is not None:
             data["categories"] = {name: own.to_dict() for name, own in self.categories.items()}
@@ -117,6 +122,11 @@ def bench_speculative(
         prompts=len(prompts.rows),
         new_tokens=options.max_new_tokens,
         methods=summarise(samples, comparisons),
+        cost_card=measure_cost_card(
+            engine,
+            rows=options.batch,
+            context=int(median(len(ids) for batch in batches for ids in batch)),
+        ),
         categories=summarise_categories(samples, categories) if options.by_category else None,
     )
 

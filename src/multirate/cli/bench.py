@@ -36,6 +36,7 @@ from multirate.cli.options import (
 from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 
 if TYPE_CHECKING:
+    from multirate.bench.cost_card import CostCard
     from multirate.bench.reports import ReportComparison
     from multirate.bench.speculative import Progress, SpeculativeReport
     from multirate.bench.summary import CategorySummary, MethodSummary
@@ -80,7 +81,9 @@ def speculative(
     ] = None,
     draft_model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="the smaller model that drafts for the method two-model"),
+        typer.Option(
+            metavar="MODEL", help="the smaller model that drafts for the method two-model"
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(help="prompts that are decoded together")] = 1,
     context: Annotated[
@@ -293,10 +296,23 @@ def show(report: SpeculativeReport, console: Console) -> None:
             f"{name} runs in {own['dtype']}: near-ties within {own['near_tie_tolerance']:.2g}",
             soft_wrap=True,
         )
+    console.print(_costs(report.cost_card), soft_wrap=True)
     console.print(
         f"{machine['cpu']}, {machine['usable_cores']} cores, {source['torch_threads']} threads, "
         f"device {machine['device']}",
         soft_wrap=True,
+    )
+
+
+def _costs(card: CostCard) -> str:
+    """The cost card in two sentences."""
+    return (
+        f"plain step: {card.weight_bytes / 1e6:.0f} MB of weights, "
+        f"{card.kv_bytes_per_token / 1e3:.1f} kB of keys and values a token; memory "
+        f"{card.bandwidth / 1e9:.1f} GB/s, matmul {card.matmul_rate / 1e9:.0f} GFLOPS. Reading takes "
+        f"{1e3 * card.floor_seconds:.1f} ms, multiplying {1e3 * card.matmul_seconds:.1f} ms, the step "
+        f"{1e3 * card.step_seconds:.1f} ms ({card.rows} x {card.context} tokens): roofline fraction "
+        f"{card.roofline_fraction:.2f}"
     )
 
 
