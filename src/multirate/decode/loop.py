@@ -220,7 +220,8 @@ def _draft(
     count = min(length.max_drafts, max(c.room for c in rows.checkers) - 1)
     growth = length if length.grows else None
     nothing = rows.last.new_empty((len(rows.index), 0))
-    if not (length.pays() or (growth is not None and drafter.grows)):
+    asks = count > 0 and growth is not None and drafter.grows
+    if not asks and not length.pays():
         return Draft(nothing, steps=())
     if count < 1:
         return Draft(nothing)
