@@ -14,7 +14,7 @@ from torch import Tensor
 from multirate.config.generation import GenerationOptions
 from multirate.decode import acceptance
 from multirate.decode.acceptance import Acceptance, accept_greedy, accept_sampled
-from multirate.decode.drafter import draw_different
+from multirate.decode.growth import draw_different
 from multirate.decode.sampling import Sampler, draw_categorical, uniform
 from multirate.decode.tree import Tree
 

@@ -13,11 +13,12 @@ from tiny_models import VOCABULARY, tiny_model
 from multirate.config.accelerator import preset_config
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
-from multirate.decode.drafter import MODEL, AcceleratorDrafter, DraftRequest, Observation
+from multirate.decode.drafter import MODEL, DraftRequest, Observation
 from multirate.decode.eagle import OwnKvRun
 from multirate.decode.engine import Engine
 from multirate.decode.loop import prefill
 from multirate.decode.sampling import Sampler
+from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.base import BaseModel
 from multirate.streams.accelerator import Accelerator
 from multirate.train.batches import collate

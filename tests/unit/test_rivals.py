@@ -17,19 +17,13 @@ from multirate.bench.options import SpeculativeOptions
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.costs import DraftLength, Outcome, StepCosts
-from multirate.decode.drafter import (
-    MODEL,
-    TEXT,
-    AcceleratorDrafter,
-    Draft,
-    Drafter,
-    DraftRequest,
-)
+from multirate.decode.drafter import MODEL, TEXT, Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.lookup import NgramTreeDrafter, PromptLookupDrafter
 from multirate.decode.results import GenerationResult
 from multirate.decode.rivals import EarlyExitDrafter, ModelDrafter
 from multirate.decode.sampling import Sampler
+from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.base import BaseModel
 
 # Ragged; the first two repeat themselves, so that lookups find something from the first step on.

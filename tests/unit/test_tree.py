@@ -14,11 +14,12 @@ from multirate.config.generation import GenerationOptions
 from multirate.decode import loop
 from multirate.decode.acceptance import accept_greedy
 from multirate.decode.costs import DraftLength, EvenGrowth, Outcome, StepCosts
-from multirate.decode.drafter import AcceleratorDrafter, Draft, Drafter, DraftRequest
+from multirate.decode.drafter import Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.results import GenerationResult
 from multirate.decode.rivals import EarlyExitDrafter
 from multirate.decode.sampling import Sampler
+from multirate.decode.stream import AcceleratorDrafter
 from multirate.decode.tree import Tree, caterpillar, path_to
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel

@@ -20,15 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import (
-    MODEL,
-    RANKED,
-    Draft,
-    Drafter,
-    DraftRequest,
-    Growth,
-    draft_chain,
-)
+from multirate.decode.drafter import MODEL, RANKED, Draft, Drafter, DraftRequest, Growth
+from multirate.decode.growth import draft_chain
 from multirate.decode.heads import DraftHead, load_heads, packed_like, save_heads
 from multirate.models.base import BaseModel
 

@@ -14,17 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multirate.decode.drafter import (
-    MAX_BEAM,
-    RANKED,
-    Draft,
-    Drafter,
-    DraftRequest,
-    Level,
-    Observation,
-    draft_chain,
-    grow_tree,
-)
+from multirate.decode.drafter import MAX_BEAM, RANKED, Draft, Drafter, DraftRequest, Observation
+from multirate.decode.growth import Level, draft_chain, grow_tree
 from multirate.models.arena import ArenaLayer, KVArena
 from multirate.models.base import BaseModel, Block
 from multirate.streams.accelerator import Accelerator, Carried

@@ -27,11 +27,12 @@ from multirate.decode.costs import (
     measure_costs,
     synchronizer,
 )
-from multirate.decode.drafter import AcceleratorDrafter, Drafter, DraftRequest
+from multirate.decode.drafter import Drafter, DraftRequest
 from multirate.decode.loop import RowStep, SpeculationCounts, decode
 from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import StopChecker
+from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.base import BaseModel
 from multirate.models.loading import (
     decode_dtype,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from multirate.config.errors import MultirateError
-from multirate.decode.drafter import RANKED, Draft, Drafter, DraftRequest, draft_chain
+from multirate.decode.drafter import RANKED, Draft, Drafter, DraftRequest
+from multirate.decode.growth import draft_chain
 from multirate.decode.loop import prefill
 from multirate.models.base import BaseModel
 

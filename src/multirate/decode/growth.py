@@ -1,0 +1,170 @@
+"""Drafting from a distribution: chains, one token after another, and trees, level by level.
+
+Shapes: R rows, m nodes of a level, k drafts, w children of a node, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multirate.decode.drafter import Draft, DraftRequest, as_tensor
+from multirate.decode.sampling import Sampler
+from multirate.decode.tree import Tree, caterpillar
+
+
+def draft_chain(
+    step: Callable[[int, Tensor], Tensor], request: DraftRequest, ids: Tensor | None = None
+) -> Draft:
+    """Draft one token after another.
+
+    Args:
+        step: takes the number of drafts made so far and the token `[R]` to continue; returns
+            logits `[R, Vd]`.
+        request: what the loop wants.
+        ids: as in `Draft`.
+    """
+    if request.growth is not None:
+        return grow_tree(
+            lambda level: step(level.depth, level.tokens[:, 0])[:, None], request, ids, max_beam=1
+        )
+    sampler, token = request.sampler, request.last
+    tokens: list[Tensor] = []  # each [R, w], the draft and its runners-up
+    probs: list[Tensor] = []
+    chance = torch.ones(len(token), device=token.device)
+    for made in range(request.count):
+        if made > 0 and not request.go_on(made, float(chance.mean())):
+            break
+        q = sampler.probabilities(sampler.warp_draft(step(made, token)))
+        width = min(request.width, q.shape[-1])
+        if sampler.greedy:
+            columns = q.topk(width).indices
+        else:
+            columns, drawn_from = draw_different(q, width, sampler)
+            probs.append(drawn_from)
+        chance = chance * q.gather(-1, columns[:, :1])[:, 0]
+        tokens.append(columns if ids is None else ids[columns])
+        token = tokens[-1][:, 0]
+    ranked = torch.stack(tokens, dim=1)  # [R, k, w]
+    chain, parents = ranked[..., 0], None
+    q_all = torch.stack(probs, dim=1) if probs else None  # [R, k, w, Vd]
+    if ranked.shape[2] > 1:
+        chain, parents = caterpillar(chain, ranked[..., 1:])
+        if q_all is not None:
+            q_all = torch.cat([q_all[:, :, 0], q_all[:, :, 1:].flatten(1, 2)], dim=1)
+    elif q_all is not None:
+        q_all = q_all[:, :, 0]
+    return Draft(chain, parents, q_all, ids)
+
+
+def draw_different(q: Tensor, count: int, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """Draw several tokens without replacement.
+
+    Args:
+        q: `[R, Vd]`, a distribution a row.
+        count: how many to draw.
+        sampler: draws.
+
+    Returns:
+        LongTensor `[R, count]`, columns of q, and `[R, count, Vd]`, what each was drawn from: q without
+        those before it, normalised.
+    """
+    columns: list[Tensor] = [sampler.draw(q)]
+    drawn_from = [q]
+    while len(columns) < count:
+        left = drawn_from[-1].scatter(1, columns[-1][:, None], 0.0)
+        mass = left.sum(1, keepdim=True)
+        # Where q has no further token, any one serves; it is then proposed for certain.
+        column = sampler.draw(torch.where(mass > 0, left, 1.0))
+        certain = torch.zeros_like(q).scatter_(1, column[:, None], 1.0)
+        columns.append(column)
+        drawn_from.append(torch.where(mass > 0, left / mass, certain))
+    return torch.stack(columns, dim=1), torch.stack(drawn_from, dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Nodes that one draft step continues, m a row.
+
+    Attributes:
+        depth: of the nodes; 0 = the last token.
+        tokens: LongTensor `[R, m]`.
+        parents: LongTensor `[R, m]`, which node of the level before each one follows.
+        tree: of the S nodes of all levels so far, these being the last m; None for a chain.
+    """
+
+    depth: int
+    tokens: Tensor
+    parents: Tensor
+    tree: Tree | None
+
+
+def grow_tree(
+    step: Callable[[Level], Tensor],
+    request: DraftRequest,
+    ids: Tensor | None,
+    *,
+    max_beam: int,
+) -> Draft:
+    """Grow trees level by level, where their chances are best (EAGLE-2, arXiv 2406.16858).
+
+    Each step continues the likeliest nodes of the last level and ranks what follows each of them.
+
+    Args:
+        step: draft logits `[R, m, Vd]` after the nodes of a level.
+        request: what the loop wants, `growth` among it.
+        ids: as in `Draft`.
+        max_beam: most nodes of a level that are continued.
+    """
+    growth, sampler, device = request.growth, request.sampler, request.last.device
+    assert growth is not None
+    rows = range(len(request.last))
+    tokens: list[list[int]] = [[] for _ in rows]
+    parents: list[list[int]] = [[] for _ in rows]
+    claims: list[list[float]] = [[] for _ in rows]
+    values: list[list[float]] = [[] for _ in rows]
+    above: list[list[int]] = [[] for _ in rows]  # of continued nodes, the node that each follows
+    continued = [[-1] for _ in rows]  # entries that this level's nodes are
+    level = Level(0, request.last[:, None], torch.zeros_like(request.last[:, None]), None)
+    steps: list[int] = []
+    beam = growth.beam(0, [[1.0] for _ in rows], 1)
+    while beam > 0:
+        steps.append(beam)
+        q = sampler.probabilities(sampler.warp_draft(step(level).flatten(0, 1)))
+        best = q.topk(min(request.width, q.shape[-1]))
+        columns = best.indices if ids is None else ids[best.indices]
+        new: list[list[int]] = [[] for _ in rows]
+        ranked = zip(columns.tolist(), best.values.tolist(), strict=True)
+        nodes = [(row, entry) for row in rows for entry in continued[row]]
+        for (row, entry), node in zip(nodes, ranked, strict=True):
+            for token, claim in zip(*node, strict=True):
+                new[row].append(len(tokens[row]))
+                tokens[row].append(token)
+                parents[row].append(entry)
+                claims[row].append(claim)
+                value = values[row][entry] if entry >= 0 else 1.0
+                values[row].append(value * growth.chance(claim))
+        if len(steps) == request.count:
+            break
+        for row in rows:
+            new[row].sort(key=lambda i: -values[row][i])
+        chances = [[values[row][i] for i in new[row]] for row in rows]
+        beam = growth.beam(len(steps), chances, max_beam)
+        if beam == 0:
+            break
+        chosen = [new[row][:beam] for row in rows]
+        places = [[continued[row].index(parents[row][i]) for i in chosen[row]] for row in rows]
+        first = sum(steps) - steps[-1]
+        for row in rows:
+            above[row].extend(first + place for place in places[row])
+        level = Level(
+            len(steps),
+            as_tensor([[tokens[row][i] for i in chosen[row]] for row in rows], beam, device),
+            as_tensor(places, beam, device),
+            Tree.of(torch.tensor(above, device=device) - 1) if max([*steps, beam]) > 1 else None,
+        )
+        continued = chosen
+    return Draft.of_rows(tokens, parents, device=device, chances=claims, steps=tuple(steps))
