@@ -1,6 +1,6 @@
 """The decoding methods that a benchmark compares; a rival is one more entry of `METHODS`.
 
-Those of our own engine are here, other engines in `outside` and `llama_cpp`.
+Those of our own engine are here, other engines in `outside`, `llama_cpp` and `vllm`.
 
 All of them get the same token ids, and decode at the same temperature and up to the same limits;
 all of a call is timed.
@@ -16,6 +16,7 @@ from multirate.bench.llama_cpp import LLAMA_CPP, file_labels
 from multirate.bench.outside import LOOKUP_TOKENS, TRANSFORMERS
 from multirate.bench.registry import Batch, Entry, Method, Output
 from multirate.bench.rivals import RIVALS, Rival
+from multirate.bench.vllm import VLLM
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.drafter import Drafter
@@ -99,6 +100,7 @@ METHODS: dict[str, Entry] = {
     **{name: _rival(rival) for name, rival in RIVALS.items()},
     **TRANSFORMERS,
     **LLAMA_CPP,
+    **VLLM,
 }
 
 

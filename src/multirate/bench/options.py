@@ -28,6 +28,7 @@ class SpeculativeOptions:
         context: tokens that a prompt is lengthened to with text in front of it (`prompts`); None leaves
             prompts as they are.
         turns: how many of a conversation's turns are prompts of their own.
+        vllm_python: a Python that has vLLM; for its methods only.
         draft_model: the smaller model of the method `two-model`.
 
     Raises:
@@ -44,6 +45,7 @@ class SpeculativeOptions:
     batch: int = 1
     context: int | None = None
     turns: int = 1
+    vllm_python: str | None = None
     draft_model: str | None = None
 
     def __post_init__(self) -> None:

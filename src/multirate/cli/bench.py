@@ -85,6 +85,12 @@ def speculative(
             metavar="MODEL", help="the smaller model that drafts for the method two-model"
         ),
     ] = None,
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PYTHON", help="a Python that has vLLM, for the methods vllm, vllm-ngram"
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="prompts that are decoded together")] = 1,
     context: Annotated[
         int | None,
@@ -137,6 +143,7 @@ def speculative(
         batch=batch,
         context=context,
         turns=turns,
+        vllm_python=vllm_python,
         draft_model=draft_model,
     )
     prompt_set = read_prompts(prompts, limit=limit, per_category=per_category)
