@@ -33,6 +33,7 @@ GREEDY = Sampler(GenerationOptions(), device="cpu")
 
 BASE = BaseModel(tiny_model("llama"))
 WINDOWED = BaseModel(tiny_model("gemma3_text"))
+CHEAP = StepCosts((10.0,) * 17, (0.1,) * 4)
 
 
 def small_model(base: BaseModel) -> BaseModel:
@@ -67,6 +68,18 @@ def test_greedy_output_is_the_plain_one(name: str, base: BaseModel) -> None:
             results = engine.generate(prompts, options, num_draft_tokens=drafts)
             assert [r.token_ids for r in results] == plain[: len(prompts)]
             assert sum(r.speculation.num_draft_tokens for r in results) > 0
+
+
+@pytest.mark.parametrize("base", [BASE, WINDOWED], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_grown_output_is_the_plain_one(name: str, base: BaseModel) -> None:
+    engine = Engine(base, drafter=DRAFTERS[name](base))
+    engine.step_costs = lambda **_: CHEAP  # type: ignore[method-assign]
+    options = GenerationOptions(max_new_tokens=NEW, ignore_eos=True)
+    plain = [engine.generate(p, options, strategy="plain").token_ids for p in PROMPTS]
+    results = engine.generate(PROMPTS, options)
+    assert [r.token_ids for r in results] == plain
+    assert sum(r.speculation.num_draft_tokens for r in results) > 0
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -105,6 +118,11 @@ def test_the_model_agrees_with_itself(drafter: Drafter) -> None:
             PROMPTS, max_new_tokens=NEW, ignore_eos=True, num_draft_tokens=drafts
         )
         assert accepts_everything(results)
+    engine.step_costs = lambda **_: CHEAP  # type: ignore[method-assign]
+    grown = engine.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    for result in grown:  # the likeliest draft is right in every tree; some are deeper than others
+        assert result.speculation.per_position_acceptance_rate[0] == 1.0
+        assert result.speculation.mean_acceptance_length > 2.5
     # Drawn from the same distribution, too, everything stays.
     sampled = engine.generate(
         PROMPTS, max_new_tokens=NEW, ignore_eos=True, num_draft_tokens=3, temperature=1.0, seed=1
@@ -284,9 +302,6 @@ def grown(drafter: Drafter, texts: Sequence[list[int]], growth: DraftLength) -> 
             go_on=growth.go_on, width=4, growth=growth,
         )
     )  # fmt: skip
-
-
-CHEAP = StepCosts((10.0,) * 17, (0.1,) * 4)
 
 
 def test_lookups_are_a_branch_of_the_same_tree() -> None:

@@ -128,10 +128,12 @@ class _ModelRun(Drafter):
         if count < 1:
             return Draft(request.last.new_empty((len(ids), 0)))
         h = self._catch_up(ids)
+        read = [request.last[:, None][:, :0]]  # drafts, each [R, 1]
 
         def step(made: int, token: Tensor) -> Tensor:
             nonlocal h
             if made > 0:
+                read.append(token[:, None])
                 block = model.block([length + made for length in request.lengths], 1)
                 h = model.run_layers(
                     model.embed(token[:, None]), 0, model.num_layers, block, self.arena
@@ -140,7 +142,7 @@ class _ModelRun(Drafter):
 
         draft = draft_chain(step, replace(request, count=count))
         self.verified = [len(row) for row in ids]
-        self.drafts = draft.tokens[:, :-1].tolist()  # the last one was not run
+        self.drafts = torch.cat(read, dim=1).tolist()
         return draft
 
     def _catch_up(self, ids: Sequence[Sequence[int]]) -> Tensor:
