@@ -16,6 +16,7 @@ from multirate.decode.costs import DraftLength, Outcome, StepCosts, measure_cost
 from multirate.decode.drafter import Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.sampling import Sampler
+from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.base import BaseModel
 
 PROMPTS = [[5, 9, 11, 7], [8, 3], [20, 21, 22, 23, 24, 25, 26, 27, 28], [60]]
@@ -268,7 +269,8 @@ def test_draft_length_learns_each_position() -> None:
 
 
 def test_an_expensive_drafter_is_switched_off_and_says_so() -> None:
-    engine = engine_for("llama")
+    base = BaseModel(tiny_model("llama"))
+    engine = Engine(base, drafter=AcceleratorDrafter(shaken(base, "carry")))
     engine._costs[(1, 256, 16)] = StepCosts(verify=(1.0,) * 17, draft=(100.0,))
     result = engine.generate([5, 6, 7], max_new_tokens=12, ignore_eos=True)
     assert result.speculation is not None

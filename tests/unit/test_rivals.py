@@ -427,17 +427,19 @@ def test_an_engines_own_drafter_goes_before_the_accelerators() -> None:
     accelerator, lookup = shaken(BASE, "carry"), PromptLookupDrafter()
     engine = Engine(BASE, accelerator=accelerator, drafter=lookup)
     assert engine.drafter is lookup
-    assert isinstance(Engine(BASE, accelerator=accelerator).drafter, AcceleratorDrafter)
+    own = Engine(BASE, accelerator=accelerator).drafter
+    assert isinstance(own, NgramTreeDrafter) and isinstance(own.other, AcceleratorDrafter)
+    assert own.min_ngram is None  # where no tree is grown, the stream drafts alone
 
 
 def test_a_benchmark_runs_each_with_one_name() -> None:
     engine = Engine(BASE, accelerator=shaken(BASE, "carry"))
-    methods = ("ngram-multirate", "prompt-lookup", "first-k")
+    methods = ("multirate", "multirate-stream", "prompt-lookup", "first-k")
     settings = SpeculativeOptions(("plain", *methods), max_new_tokens=NEW, num_draft_tokens=2)
     plain = METHODS["plain"].make(engine, settings).run([PROMPTS[0]], NEW)[0]
     for name in methods:
         output = METHODS[name].make(engine, settings).run([PROMPTS[0]], NEW)[0]
         assert output.token_ids == plain.token_ids
         assert output.speculation is not None and output.speculation.num_draft_tokens > 0
-    assert METHODS["ngram-multirate"].needs_accelerator
+    assert METHODS["multirate-stream"].needs_accelerator
     assert not METHODS["prompt-lookup"].needs_accelerator

@@ -21,8 +21,10 @@ from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode.drafter import Drafter
 from multirate.decode.engine import Engine
-from multirate.decode.lookup import NgramTreeDrafter, PromptLookupDrafter
+from multirate.decode.lookup import PromptLookupDrafter
 from multirate.decode.rivals import EarlyExitDrafter
+from multirate.decode.stream import AcceleratorDrafter
+from multirate.streams.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from multirate.bench.options import SpeculativeOptions
@@ -40,7 +42,7 @@ def _multirate(
     max_draft_tokens: int = GenerationOptions.max_draft_tokens,
     **unless_asked: Any,
 ) -> Method:
-    """Our engine with the drafts of its own drafter, the accelerator."""
+    """Our engine with the drafts of its own drafter: the accelerator's stream, and lookups."""
     options = draft_options(settings, max_draft_tokens)
     if settings.num_draft_tokens is None:
         options = replace(options, **unless_asked)
@@ -79,9 +81,9 @@ def _rival(rival: Rival) -> Entry:
     return Entry(method, check=rival.check)
 
 
-def _ngrams_first(engine: Engine) -> Drafter:
-    """Prompt lookup, and the accelerator's stream where it finds nothing."""
-    return NgramTreeDrafter(cast(Drafter, engine.drafter))
+def _stream(engine: Engine) -> Drafter:
+    """The accelerator's stream without lookups in the text."""
+    return AcceleratorDrafter(cast(Accelerator, engine.accelerator))
 
 
 def _first_layers(engine: Engine) -> Drafter:
@@ -92,7 +94,7 @@ def _first_layers(engine: Engine) -> Drafter:
 METHODS: dict[str, Entry] = {
     "plain": Entry(_plain),
     "multirate": Entry(_multirate, needs_accelerator=True),
-    "ngram-multirate": Entry(_with(_ngrams_first), needs_accelerator=True),
+    "multirate-stream": Entry(_with(_stream), needs_accelerator=True),
     "prompt-lookup": Entry(
         _with(lambda engine: PromptLookupDrafter(num_tokens=LOOKUP_TOKENS), LOOKUP_TOKENS)
     ),

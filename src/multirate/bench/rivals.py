@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,8 +20,10 @@ from multirate.decode.engine import Engine, load
 from multirate.decode.lookahead import LookaheadDrafter
 from multirate.decode.medusa import MedusaDrafter
 from multirate.decode.rivals import ModelDrafter
+from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.base import BaseModel
 from multirate.models.quantized import QUANTIZATIONS
+from multirate.streams.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from multirate.bench.options import SpeculativeOptions
@@ -72,7 +74,8 @@ def _preset(preset: str, kind: str) -> Rival:
     def engine(engine: Engine, settings: SpeculativeOptions) -> Engine:
         command = f"multirate train MODEL --preset {preset} --data TEXT.jsonl"
         folder = _folder(kind, engine.base, preset, command)
-        return _load_like(engine, engine.base.config.name_or_path, folder)
+        loaded = _load_like(engine, engine.base.config.name_or_path, folder)
+        return _drafting(loaded, AcceleratorDrafter(cast(Accelerator, loaded.accelerator)))
 
     return Rival(engine)
 

@@ -28,6 +28,7 @@ from multirate.decode.costs import (
     synchronizer,
 )
 from multirate.decode.drafter import Drafter, DraftRequest
+from multirate.decode.lookup import NgramTreeDrafter
 from multirate.decode.loop import RowStep, SpeculationCounts, decode
 from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
@@ -54,8 +55,9 @@ class Engine:
     Args:
         base: the model.
         tokenizer: None leaves token ids as the only way in and out.
-        accelerator: its stream drafts, unless there is another drafter.
-        drafter: drafts in its place. Without either there is plain decoding only.
+        accelerator: its stream drafts, together with lookups in the text.
+        drafter: drafts in their place; `AcceleratorDrafter(accelerator)` is the stream alone. Without
+            either there is plain decoding only.
         stock: loads the model as transformers itself would run it, where the base's is not that.
     """
 
@@ -72,7 +74,7 @@ class Engine:
         self._stock = stock
         self.drafter = drafter
         if drafter is None and accelerator is not None:
-            self.drafter = AcceleratorDrafter(accelerator)
+            self.drafter = NgramTreeDrafter(AcceleratorDrafter(accelerator), min_ngram=None)
         self._costs: dict[tuple[int, int, int], StepCosts] = {}
 
     # ---------------------------------------------------------------- generating

@@ -111,11 +111,15 @@ class NgramTreeDrafter(Drafter):
     Args:
         other: the drafter beside the lookup.
         lookup: None for matches of up to 5 tokens.
-        min_ngram: shortest match that is trusted alone.
+        min_ngram: shortest match that is trusted alone; None: no match is.
     """
 
     def __init__(
-        self, other: Drafter, lookup: PromptLookupDrafter | None = None, *, min_ngram: int = 3
+        self,
+        other: Drafter,
+        lookup: PromptLookupDrafter | None = None,
+        *,
+        min_ngram: int | None = 3,
     ) -> None:
         self.other, self.min_ngram = other, min_ngram
         self.lookup = lookup or PromptLookupDrafter(max_ngram=5)
@@ -155,9 +159,9 @@ class NgramTreeDrafter(Drafter):
         self.other.observe(seen)
 
     def draft(self, request: DraftRequest) -> Draft:
-        found = self.lookup.draft(request)
         if request.growth is None:
-            return self._first(found, request)
+            return self._first(request)
+        found = self.lookup.draft(request)
         assert found.chances is not None
         growth = request.growth
         missed = [1 - growth.chance(row[0], TEXT) if row else 1.0 for row in found.chances]
@@ -166,13 +170,15 @@ class NgramTreeDrafter(Drafter):
             return _join(self.other.draft(replace(request, growth=beside)), found, growth)
         return found
 
-    def _first(self, found: Draft, request: DraftRequest) -> Draft:
+    def _first(self, request: DraftRequest) -> Draft:
         """Rows with a long match from the text, the others by the other drafter."""
+        trusted = self.min_ngram
+        if trusted is None:
+            return self.other.draft(request)
+        found = self.lookup.draft(request)
         assert found.lengths is not None
         matched = [self.lookup.look_up(row, 1)[1] for row in request.ids]
-        lengths = [
-            n if m >= self.min_ngram else 0 for n, m in zip(found.lengths, matched, strict=True)
-        ]
+        lengths = [n if m >= trusted else 0 for n, m in zip(found.lengths, matched, strict=True)]
         found = Draft(found.tokens, lengths=lengths, steps=())
         if all(lengths):
             return found
