@@ -25,6 +25,7 @@ from rich.table import Table
 from multirate.cli.options import (
     MODEL_HELP,
     AcceleratorChoice,
+    Compile,
     Device,
     Dtype,
     Json,
@@ -111,6 +112,7 @@ def speculative(
     ] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    compile: Compile = None,
     device: Device = None,
     as_json: Json = False,
     output: Annotated[
@@ -160,8 +162,10 @@ def speculative(
         chosen = accelerator_for(model, accelerator)
     options.require_accelerator(chosen is not None)
 
-    engine = multirate.load(model, chosen, dtype=dtype, quantize=quantize, device=device)
-    with _progress() as progress:
+    engine = multirate.load(
+        model, chosen, dtype=dtype, quantize=quantize, compile=compile, device=device
+    )
+    with progress_bar() as progress:
         report = bench_speculative(
             engine,
             prompt_set,
@@ -225,7 +229,7 @@ def _side_by_side(found: ReportComparison, *, title: str) -> Table:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def progress_bar() -> Iterator[Progress]:
     """Shows how many timed runs are done and about how long the rest takes, on stderr."""
     console = Console(stderr=True, highlight=False)
     columns = (

@@ -20,6 +20,7 @@ from multirate.cli.bench import bench
 from multirate.cli.demo import demo
 from multirate.cli.generate import generate
 from multirate.cli.info import info
+from multirate.cli.sweep import sweep
 from multirate.cli.synth import synth
 from multirate.cli.train import train
 from multirate.config.errors import MultirateError
@@ -39,6 +40,7 @@ app.command()(synth)
 app.command()(train)
 app.command()(info)
 app.command()(analyze)
+bench.command()(sweep)
 app.add_typer(bench)
 
 
