@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from test_stream_steps import shaken
 from tiny_models import VOCABULARY, tiny_model
+from training import tiny_training
 
 from multirate.config.accelerator import preset_config
 from multirate.config.errors import MultirateError
@@ -148,3 +151,30 @@ def test_its_shape() -> None:
     assert (config.gates, config.carry_layers, config.own_kv) == ((29, 30), (2, 15, 27), True)
     with pytest.raises(MultirateError, match="own_kv=True needs entry='carry'"):
         preset_config("paper", **shape, own_kv=True)
+
+
+def test_it_trains_in_parts_and_from_a_cache(tmp_path: Path) -> None:
+    """Its windows hold the whole text, however a step is shared and wherever its states come from."""
+    lines: dict[str, list[float]] = {}
+
+    def trained(name: str, **settings: Any) -> dict[str, torch.Tensor]:
+        lines[name] = []
+        return tiny_training(
+            tmp_path / name,
+            preset="eagle",
+            epochs=0.5,
+            report=lambda event, values: (
+                lines[name].append(values["loss"]) if event == "step" else None
+            ),
+            **settings,
+        ).state_dict()
+
+    whole = trained("whole")
+    assert len(lines["whole"]) > 2 and lines["whole"][-1] != lines["whole"][0]
+    parts = trained("parts", gradient_accumulation=3)
+    cached = trained("cached", arguments={"teacher_cache": tmp_path / "cache"})
+    for name, weight in whole.items():
+        torch.testing.assert_close(parts[name], weight, atol=1e-3, rtol=1e-2)
+    assert lines["parts"] == pytest.approx(lines["whole"], rel=1e-4)
+    assert lines["cached"] == pytest.approx(lines["whole"], rel=2e-2)  # rounded to bfloat16
+    assert cached.keys() == whole.keys()
