@@ -116,6 +116,7 @@ def test_it_is_measured_like_the_others(engine: Engine, seen: Path, tmp_path: Pa
     vllm = report.methods["vllm"]
     assert vllm.identical is not None and vllm.speedup_vs_plain > 0
     assert report.methods["vllm-ngram"].speculation.num_drafts == 8  # not the warm-up's
+    assert report.provenance["vllm"] == "0.32.0"
     assert report.provenance["own_dtypes"]["vllm"]["near_tie_tolerance"] == 0.25
 
 

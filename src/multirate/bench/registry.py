@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +42,7 @@ class Method:
         dtype: of its weights and activations, where they are not the engine's.
         own_weights: whether it runs weights that were rounded in another way than the engine's: its
             outputs are not compared with plain decoding's.
+        details: for the provenance, such as versions; read after `prepare`.
         close: called once after everything, also where it failed.
     """
 
@@ -49,6 +50,7 @@ class Method:
     prepare: Prepare = lambda batches: None
     dtype: torch.dtype | None = None
     own_weights: bool = False
+    details: dict[str, Any] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
 
 

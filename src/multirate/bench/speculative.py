@@ -118,7 +118,7 @@ def bench_speculative(
             method.close()
     comparisons = {} if options.temperature else compare(engine, batches, samples, methods)
     return SpeculativeReport(
-        provenance=_provenance(engine, prompts, options, accelerator) | _own_dtypes(methods),
+        provenance=_provenance(engine, prompts, options, accelerator, methods),
         prompts=len(prompts.rows),
         new_tokens=options.max_new_tokens,
         methods=summarise(samples, comparisons),
@@ -221,7 +221,11 @@ def _token_ids(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _provenance(
-    engine: Engine, prompts: PromptSet, options: SpeculativeOptions, accelerator: str | None
+    engine: Engine,
+    prompts: PromptSet,
+    options: SpeculativeOptions,
+    accelerator: str | None,
+    methods: Mapping[str, Method],
 ) -> dict[str, Any]:
     base = engine.base
     return {
@@ -242,6 +246,8 @@ def _provenance(
         "speedup_definition": "median over batches of the ratio of tokens/s on the same prompts; "
         f"ci: {CONFIDENCE:.0%} bootstrap interval of that median, {RESAMPLES} resamples",
         "near_tie_tolerance": near_tie_tolerance(base.dtype),
+        **_own_dtypes(methods),
+        **{key: value for method in methods.values() for key, value in method.details.items()},
     }
 
 

@@ -55,6 +55,7 @@ class _Vllm:
         self.process: subprocess.Popen[str] | None = None
         self.log: IO[bytes] | None = None
         self.counts = SpeculationCounts()
+        self.details: dict[str, Any] = {}
 
     def prepare(self, batches: Sequence[Batch]) -> None:
         """Start it and load the model: minutes at the first time, for it compiles."""
@@ -76,7 +77,7 @@ class _Vllm:
             env=environment,
         )
         longest = max(len(ids) for batch in batches for ids in batch) + self.settings.max_new_tokens
-        self._ask(
+        answer = self._ask(
             {
                 "model": _model_folder(self.engine),
                 "dtype": str(DTYPE).removeprefix("torch."),
@@ -88,6 +89,7 @@ class _Vllm:
                 "speculative_config": NGRAM if self.ngram else None,
             }
         )
+        self.details["vllm"] = answer["version"]
 
     def run(self, batch: Batch, new: int) -> list[Output]:
         answer = self._ask(
@@ -178,7 +180,13 @@ def _require_python(settings: SpeculativeOptions) -> None:
 def _vllm(ngram: bool) -> Entry:
     def make(engine: Engine, settings: SpeculativeOptions) -> Method:
         worker = _Vllm(engine, settings, ngram=ngram)
-        return Method(worker.run, worker.prepare, dtype=DTYPE, close=worker.close)
+        return Method(
+            worker.run,
+            worker.prepare,
+            dtype=DTYPE,
+            details=worker.details,
+            close=worker.close,
+        )
 
     return Entry(make, check=_require_python)
 

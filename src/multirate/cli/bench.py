@@ -265,6 +265,7 @@ def show(report: SpeculativeReport, console: Console) -> None:
     """Print a report as a table, with what its numbers mean."""
     source = report.provenance
     machine = source["machine"]
+    calls = "prompts" if source["batch"] == 1 else "batches"
     table = Table(
         title=f"{source['model']}, {source['dtype']}, {_decoding(source)}, "
         f"{report.prompts} prompts x {report.new_tokens} new tokens",
@@ -291,8 +292,8 @@ def show(report: SpeculativeReport, console: Console) -> None:
         for line in _drafting(name, summary):
             console.print(line, soft_wrap=True)
     console.print(
-        "tokens/s of whole calls, prefill included: median over prompts (10th-90th percentile); "
-        "speedups: median of the ratios on single prompts (95% confidence interval); "
+        f"tokens/s of whole calls, prefill included: median over {calls} (10th-90th percentile); "
+        f"speedups: median of the ratios on single {calls} (95% confidence interval); "
         "acceptance length: tokens a draft step yields.",
         soft_wrap=True,
     )
