@@ -11,6 +11,7 @@ import typer
 
 from multirate.cli.options import (
     AcceleratorChoice,
+    Compile,
     Device,
     Dtype,
     Json,
@@ -75,6 +76,7 @@ def generate(
     ignore_eos: Annotated[bool, _setting("ignore_eos", "--ignore-eos")] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    compile: Compile = None,
     device: Device = None,
     as_json: Json = False,
     no_stream: Annotated[
@@ -111,7 +113,12 @@ def generate(
     import multirate
 
     engine = multirate.load(
-        model, accelerator_for(model, accelerator), dtype=dtype, quantize=quantize, device=device
+        model,
+        accelerator_for(model, accelerator),
+        dtype=dtype,
+        quantize=quantize,
+        device=device,
+        compile=compile,
     )
     pieces = engine.stream(messages, options, raw=raw)
     result = _show(pieces, as_it_comes=not (as_json or no_stream))

@@ -39,6 +39,15 @@ Quantize = Annotated[
         "(needs torchao)",
     ),
 ]
+Compile = Annotated[
+    str | None,
+    typer.Option(
+        "--compile",
+        metavar="layers|model",
+        help="run the model through torch.compile, a layer at a time or as one graph; takes seconds, "
+        "or minutes, the first time (needs g++ on a CPU)",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 

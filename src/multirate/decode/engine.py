@@ -34,7 +34,9 @@ from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.decode.stream import AcceleratorDrafter
+from multirate.models.attention import group_queries
 from multirate.models.base import BaseModel
+from multirate.models.compiled import require_compile_mode
 from multirate.models.loading import (
     decode_dtype,
     end_token_ids,
@@ -348,7 +350,8 @@ class _Run:
         self.counts = [SpeculationCounts() for _ in prompts]
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.seconds = [0.0] * len(prompts)
-        # The first of its kind measures step costs, once; that is no part of generating.
+        # The first of its kind compiles and measures step costs, once; that is no part of generating.
+        engine.base.warm_up(len(prompts))
         self.draft_length = None
         if self.strategy == "speculative":
             self.draft_length = engine.draft_length(prompts, options)
@@ -433,6 +436,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     quantize: str | None = None,
     device: str | None = None,
+    compile: str | None = None,
 ) -> Engine:
     """Load a model, with an accelerator if one is given, ready to generate.
 
@@ -445,11 +449,15 @@ def load(
             else bfloat16.
         quantize: "int8" or "int4": weights of so many bits instead of a dtype (`models.quantized`).
         device: "cpu", "cuda", ...; default the GPU if there is one.
+        compile: "layers" or "model": run layers through `torch.compile` (`models.compiled`). The first
+            generation then takes longer.
 
     Raises:
         MultirateError: anything that is wrong with the names, files or values; the message says what
             to do.
     """
+    if compile is not None:
+        require_compile_mode(compile)
     packing = quantize
     if quantize is not None:
         stored = quantized_dtype(quantize, dtype, device)
@@ -458,6 +466,7 @@ def load(
         packing = PACKED if chosen == PACKED else None
         stored = torch.float16 if packing else chosen
     loaded = load_pretrained(model, dtype=stored, device=device)
+    group_queries(loaded.model)
     base = BaseModel(loaded.model)
     stream = None
     if accelerator is not None:
@@ -467,13 +476,15 @@ def load(
         if stream is not None:
             stream.pack(packing)
         base.pack(packing)
+    if compile is not None:
+        base.compile(compile)
 
     def stock() -> PreTrainedModel:
-        return load_pretrained(model, device=device).model
+        return load_pretrained(model, dtype=None if packing else stored, device=device).model
 
     return Engine(
         base,
         tokenizer=loaded.tokenizer,
         accelerator=stream,
-        stock=stock if packing else None,
+        stock=stock,
     )

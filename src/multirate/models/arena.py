@@ -9,7 +9,7 @@ the next write overwrites it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -107,6 +107,11 @@ class KVArena(Cache):
     def nbytes(self) -> int:
         """Bytes held by all keys and values."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+
+    def memory(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each `[rows, kv_heads, max_len, head_dim]`."""
+        layer = self.layers[index]
+        return cast(Tensor, layer.keys), cast(Tensor, layer.values)
 
     def use(self, block: Block, start: int, stop: int) -> None:
         """Point layers `start..stop-1` at the block that is about to run through them."""

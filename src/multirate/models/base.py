@@ -10,6 +10,7 @@ Shapes: B rows, n block positions, L attended slots, D hidden size, V vocabulary
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -21,6 +22,8 @@ from transformers import PreTrainedModel
 from multirate.config.errors import MultirateError
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
+from multirate.models.attention import GROUPED
+from multirate.models.compiled import CompiledLayers
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
 from multirate.models.quantized import (
     BITS,
@@ -29,7 +32,7 @@ from multirate.models.quantized import (
     require_quantizable,
 )
 
-ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", GROUPED, "eager")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class BaseModel:
         self.rotary_emb = cast(nn.Module, body.rotary_emb)
         self.lm_head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
         self._packing: str | None = None
+        self._compiled: CompiledLayers | None = None
+        self._warm: set[bool] = set()  # of batches of one row, and of several
 
     @property
     def num_layers(self) -> int:
@@ -291,6 +296,9 @@ class BaseModel:
         Returns:
             Tensor: h_stop, `[B, n, D]`.
         """
+        compiled = self._compiled
+        if compiled and compiled.mode == "model" and stop - start == self.num_layers:
+            return self._run_stack(compiled, h, block, arena, states)
         arena.use(block, start, stop)
         for i in range(start, stop):
             if states is not None and i in states:
@@ -305,6 +313,16 @@ class BaseModel:
     ) -> Tensor:
         """Run one decoder layer (the base's own, or a tied copy standing at `index`) on a block."""
         kind = self.layer_types[index]
+        if self._compiled is not None:
+            return self._compiled.layer(
+                layer,
+                h,
+                block.slots,
+                block.positions,
+                block.masks[kind],
+                block.rotary[kind],
+                arena.memory(index),
+            )
         return cast(
             Tensor,
             layer(
@@ -315,6 +333,74 @@ class BaseModel:
                 position_embeddings=block.rotary[kind],
             ),
         )
+
+    def _run_stack(
+        self,
+        compiled: CompiledLayers,
+        h: Tensor,
+        block: Block,
+        arena: KVArena,
+        states: dict[int, Tensor] | None,
+    ) -> Tensor:
+        """As `run_layers` for all layers, as one graph."""
+        every = compiled.stack(
+            self.layers,
+            self.layer_types,
+            h,
+            block.slots,
+            block.positions,
+            block.masks,
+            block.rotary,
+            [arena.memory(i) for i in range(self.num_layers)],
+        )
+        if states is not None:
+            states.update({i: every[i] for i in states})
+        return every[-1]
+
+    def compile(self, mode: str) -> None:
+        """Run layers through `torch.compile` from now on (`models.compiled`); for decoding only.
+
+        Args:
+            mode: "layers" or "model".
+
+        Raises:
+            MultirateError: an unknown mode.
+        """
+        self._compiled = CompiledLayers(mode)
+        self._warm.clear()
+
+    @property
+    def compile_mode(self) -> str | None:
+        """How layers are compiled; None if they run eagerly."""
+        return None if self._compiled is None else self._compiled.mode
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        """Compile now what a batch of so many rows needs, if it is not yet.
+
+        Where compiling fails (no C++ compiler, an operator that it cannot follow) layers run eagerly
+        from then on, and a warning says why.
+        """
+        if self._compiled is None or (rows > 1) in self._warm:
+            return
+        rows = 11 if rows > 1 else 1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of compilers about themselves
+                # Sizes that nothing else has: equal sizes would be taken for the same one.
+                for n in (13, 1):
+                    block = self.block([24] * rows, n)
+                    h = self.embed(torch.zeros(rows, n, dtype=torch.long, device=self.device))
+                    arena = self.arena(rows=rows, max_len=47)
+                    self.run_layers(h, 0, self.num_layers, block, arena)
+        except Exception as error:  # compilers fail with anything
+            self._compiled = None
+            lines = [line for line in str(error).splitlines() if line and line[-1] != ":"]
+            reason = (lines or [type(error).__name__])[0].strip()
+            warnings.warn(
+                f"Compiling failed, so layers run eagerly: {reason}", RuntimeWarning, stacklevel=2
+            )
+        self._warm.add(rows > 1)
 
     def head(self, h: Tensor) -> Tensor:
         """h_N `[..., D]` to logits `[..., V]`: final norm, LM head, soft cap where the model has one."""

@@ -16,6 +16,8 @@ What is packed can no longer be trained, saved or moved to another device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,11 @@ PACKED = "packed"  # what users call this type of weights
 _LINEAR = torch.ops.quantized.linear_dynamic_fp16.default._op
 
 
+# torch.compile cannot look at the opaque object, so compiled code names it by a handle.
+_HANDLES = count()
+_BY_HANDLE: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
+
+
 class PackedLinear(nn.Module):
     """A linear layer with packed float16 weights; `[..., in]` float32 to `[..., out]` float32.
 
@@ -35,12 +42,17 @@ class PackedLinear(nn.Module):
         bias: `[out]` or None.
     """
 
+    handle: Tensor
+
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         # A 16-bit copy of the numbers in FBGEMM's own order, behind an opaque object.
         full = None if bias is None else bias.detach().float()
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float(), full)
+        # A tensor, not a number: one compiled layer serves all layers, each with handles of its own.
+        self.register_buffer("handle", torch.tensor(next(_HANDLES)), persistent=False)
+        _BY_HANDLE[int(self.handle)] = self
 
     @classmethod
     def of(cls, linear: nn.Linear) -> PackedLinear:
@@ -53,8 +65,25 @@ class PackedLinear(nn.Module):
         return 2 * self.out_features * self.in_features
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.multirate.packed_linear(x, self.handle, self.out_features)
         out: Tensor = _LINEAR(x, self._packed)
         return out
+
+
+def _packed_linear(x: Tensor, handle: Tensor, outputs: int) -> Tensor:
+    out: Tensor = _LINEAR(x, _BY_HANDLE[int(handle)]._packed)
+    return out
+
+
+_OPERATORS = torch.library.Library("multirate", "FRAGMENT")
+_OPERATORS.define("packed_linear(Tensor x, Tensor handle, int outputs) -> Tensor")
+_OPERATORS.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake(
+    "multirate::packed_linear",
+    lambda x, handle, outputs: x.new_empty((*x.shape[:-1], outputs)),
+    lib=_OPERATORS,
+)
 
 
 def can_pack(device: torch.device | str) -> bool:

@@ -1,0 +1,126 @@
+"""Compiled layers compute what eager ones do, for every size with the same few graphs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, tiny_model
+from torch._dynamo.utils import counters
+
+import multirate
+from multirate.config.errors import MultirateError
+from multirate.decode.engine import Engine
+from multirate.models.architectures import ARCHITECTURES
+from multirate.models.attention import GROUPED, group_queries
+from multirate.models.base import BaseModel
+from multirate.models.packed import can_pack
+from multirate.streams.accelerator import Accelerator
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+DENSE = [n for n in TINY_MODELS if not ARCHITECTURES[n.partition("-")[0]].experts]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@torch.inference_mode()
+def logits(base: BaseModel, starts: list[int], n: int, *, tree: bool = False) -> torch.Tensor:
+    """Of a block behind texts of these lengths, which were run before it."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(base.vocab_size, (len(starts), max(starts) + n), generator=generator)
+    arena = base.arena(rows=len(starts), max_len=64)
+    text = base.block([0] * len(starts), max(starts))
+    base.run_layers(base.embed(ids[:, : max(starts)]), 0, base.num_layers, text, arena)
+    shape = {}
+    if tree:
+        mask = torch.eye(n, dtype=torch.bool)
+        mask[:, 0] = True
+        shape = {"depths": torch.arange(n).clamp(max=1), "block_mask": mask}
+    block = base.block(starts, n, **shape)
+    h = base.embed(ids[:, max(starts) :])
+    return base.head(base.run_layers(h, 0, base.num_layers, block, arena))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "mode", "batch"), [("llama", "layers", True), ("mistral", "model", False)]
+)
+def test_compiled_layers_compute_what_eager_ones_do(name: str, mode: str, batch: bool) -> None:
+    base = BaseModel(tiny_model(name, num_hidden_layers=2))
+    cases = [([9], 1, False), ([9], 4, False), ([20], 6, True)]
+    cases += [([11, 7, 3], 1, False), ([5, 8], 3, True)] if batch else []
+    expected = [logits(base, starts, n, tree=tree) for starts, n, tree in cases]
+    base.compile(mode)
+    for rows in (1, 3) if batch else (1,):
+        base.warm_up(rows)
+    assert base.compile_mode == mode
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for (starts, n, tree), want in zip(cases, expected, strict=True):
+        torch.testing.assert_close(logits(base, starts, n, tree=tree), want, rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == graphs  # no size needed a graph of its own
+
+
+@needs_compiler
+@pytest.mark.skipif(not can_pack("cpu"), reason="FBGEMM is for x86 CPUs with AVX2")
+@pytest.mark.parametrize("kind", ["packed", "int4"])
+def test_speculation_over_compiled_packed_weights_writes_what_plain_decoding_does(
+    kind: str,
+) -> None:
+    base = BaseModel(tiny_model("llama"))
+    stream = Accelerator.from_preset("carry", base)
+    stream.pack(kind)
+    base.pack(kind)
+    engine = Engine(base, accelerator=stream)
+    settings = {"max_new_tokens": 12, "ignore_eos": True}
+    expected = engine.generate([3, 1, 4, 1, 5], strategy="plain", **settings)
+    base.compile("layers")
+    for strategy in ("plain", "speculative"):
+        found = engine.generate([3, 1, 4, 1, 5], strategy=strategy, num_draft_tokens=2, **settings)
+        assert found.token_ids == expected.token_ids
+    assert base.compile_mode == "layers"
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = BaseModel(tiny_model("llama"))
+    expected = logits(base, [9], 4)
+    base.compile("layers")
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no compiler here\nand much more")
+
+    monkeypatch.setattr(base._compiled, "layer", fail)
+    with pytest.warns(RuntimeWarning, match="layers run eagerly: no compiler here$"):
+        base.warm_up(1)
+    assert base.compile_mode is None
+    assert torch.equal(logits(base, [9], 4), expected)
+
+
+def test_an_unknown_mode_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(MultirateError, match=r"'fast'.*layers, model"):
+        multirate.load("/nowhere", compile="fast")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_grouped_attention_computes_what_sdpa_does(name: str) -> None:
+    model = tiny_model(name)
+    base = BaseModel(model)
+    sizes = [([9], 1), ([9], 4), ([11, 7, 3], 3)]
+    expected = [logits(base, starts, n) for starts, n in sizes]
+    stock = model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=8, do_sample=False)
+    before = model.config._attn_implementation
+    group_queries(model)
+    assert model.config._attn_implementation == (GROUPED if before == "sdpa" else before)
+    for (starts, n), want in zip(sizes, expected, strict=True):
+        torch.testing.assert_close(logits(base, starts, n), want, rtol=1e-5, atol=1e-5)
+    again = model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=8, do_sample=False)
+    assert torch.equal(again, stock)
