@@ -54,7 +54,9 @@ def logits(base: BaseModel, starts: list[int], n: int, *, tree: bool = False) ->
     ("name", "mode", "batch"), [("llama", "layers", True), ("mistral", "model", False)]
 )
 def test_compiled_layers_compute_what_eager_ones_do(name: str, mode: str, batch: bool) -> None:
-    base = BaseModel(tiny_model(name, num_hidden_layers=2))
+    model = tiny_model(name, num_hidden_layers=2)
+    group_queries(model)
+    base = BaseModel(model)
     cases = [([9], 1, False), ([9], 4, False), ([20], 6, True)]
     cases += [([11, 7, 3], 1, False), ([5, 8], 3, True)] if batch else []
     expected = [logits(base, starts, n, tree=tree) for starts, n, tree in cases]

@@ -45,7 +45,8 @@ def grouped_attention(
         attn_mask=attention_mask,
         dropout_p=dropout,
         scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        enable_gqa=getattr(module, "num_key_value_groups", 1)
+        > 1,  # a size is no bool when compiled
     )
     return seen.transpose(1, 2).contiguous(), None
 

@@ -395,8 +395,9 @@ class BaseModel:
                     self.run_layers(h, 0, self.num_layers, block, arena)
         except Exception as error:  # compilers fail with anything
             self._compiled = None
-            lines = [line for line in str(error).splitlines() if line and line[-1] != ":"]
-            reason = (lines or [type(error).__name__])[0].strip()
+            lines = [line.strip() for line in str(error).splitlines() if line and line[-1] != ":"]
+            detail = [line for line in lines[1:] if line.startswith("Developer debug context")]
+            reason = ". ".join((lines or [type(error).__name__])[:1] + detail)
             warnings.warn(
                 f"Compiling failed, so layers run eagerly: {reason}", RuntimeWarning, stacklevel=2
             )
