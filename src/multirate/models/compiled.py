@@ -114,5 +114,8 @@ class CompiledLayers:
         # Graphs of one function: sizes of one or more, kinds of layers, types of weights.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-        self.layer = torch.compile(_layer, dynamic=True, fullgraph=True)
-        self.stack = torch.compile(_stack, dynamic=True, fullgraph=True)
+        # A step's own loops are so short that starting a second thread costs more than it saves; the
+        # matrix products and attention between them start theirs.
+        options: dict[str, Any] = {"options": {"cpp.threads": 1}}
+        self.layer = torch.compile(_layer, dynamic=True, fullgraph=True, **options)
+        self.stack = torch.compile(_stack, dynamic=True, fullgraph=True, **options)
