@@ -9,10 +9,14 @@ from pathlib import Path
 from multirate.config.errors import MultirateError
 
 
-def require_writable(folder: Path) -> None:
+def require_writable(folder: Path, *, for_: Path | None = None) -> None:
     """Check that files can be made in a folder, or that the folder itself can be made.
 
     It is tried where something exists, and nothing is left there.
+
+    Args:
+        folder: where to write.
+        for_: what is to be written there, for the message; None for the folder itself.
 
     Raises:
         MultirateError: nothing can be written there.
@@ -23,6 +27,6 @@ def require_writable(folder: Path) -> None:
     except OSError as error:
         where = "" if there == folder else f" in {there}"
         raise MultirateError(
-            f"Cannot write to {folder}: {error.strerror or error}{where}. Choose a folder that you "
+            f"Cannot write to {for_ or folder}: {error.strerror or error}{where}. Choose a folder that you "
             f"may write to."
         ) from None

@@ -59,7 +59,7 @@ def open_output(
         )
     if state is None:
         require_free(target, overwrite=overwrite)
-        require_writable(target.parent)
+        require_writable(target.parent, for_=target)
     return target, state
 
 
