@@ -277,6 +277,7 @@ class Engine:
 
     def _measure(self, rows: int, context: int, max_drafts: int) -> StepCosts:
         base, own = self.base, cast(Drafter, self.drafter)
+        base.warm_up(rows)
         max_len = context + max(max_drafts, own.max_beam + 1) + 1
         drafter = own.start(rows=rows, max_len=max_len)
         arena = base.arena(rows=rows, max_len=max_len)
