@@ -27,6 +27,6 @@ def require_writable(folder: Path, *, for_: Path | None = None) -> None:
     except OSError as error:
         where = "" if there == folder else f" in {there}"
         raise MultirateError(
-            f"Cannot write to {for_ or folder}: {error.strerror or error}{where}. Choose a folder that you "
-            f"may write to."
+            f"Cannot write to {for_ or folder}: {error.strerror or error}{where}. Choose a folder that "
+            f"you may write to."
         ) from None
