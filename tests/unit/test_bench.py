@@ -102,6 +102,7 @@ def test_the_json_has_exactly_the_stable_shape(engine: Engine, prompt_file: Path
     assert plain["mean_acceptance_length"] is plain["per_position_acceptance_rate"] is None
     assert len(multirate["per_position_acceptance_rate"]) == DRAFTS
     assert data["provenance"]["dtype"] == "float32"
+    assert data["provenance"]["compile"] is None
     assert data["provenance"]["near_tie_tolerance"] == near_tie_tolerance(torch.float32)
 
 

@@ -241,6 +241,22 @@ def test_text_is_the_librarys_and_numbers_go_to_stderr(
         assert found.err.endswith(" tokens/s, plain, float32 on cpu, ended by length]\n")
 
 
+def test_compiling_is_announced_and_an_unknown_mode_refused(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    found = cli("generate", model, "abc", *NEW, *FAST, "--compile", "fast")
+    assert (found.code, found.out) == (2, "")
+    assert "'fast'" in found.err and "layers, model" in found.err
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("multirate.models.compiled._layer", fail)
+    found = cli("generate", model, "abc", *NEW, *FAST, "--compile", "layers")
+    assert found.code == 0 and found.out
+    assert "compiling layers" in found.err and "layers run eagerly" in found.err
+
+
 def test_the_ways_to_give_a_prompt(cli: Cli, model: Path, engine: Engine, tmp_path: Path) -> None:
     expected = f"{engine.generate('a b', max_new_tokens=8, ignore_eos=True).text}\n"
     file = tmp_path / "prompt.txt"

@@ -101,7 +101,7 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch: pytest.M
         raise RuntimeError("no compiler here\nand much more")
 
     monkeypatch.setattr(base._compiled, "layer", fail)
-    with pytest.warns(RuntimeWarning, match="layers run eagerly: no compiler here$"):
+    with pytest.warns(UserWarning, match="layers run eagerly: no compiler here$"):
         base.warm_up(1)
     assert base.compile_mode is None
     assert torch.equal(logits(base, [9], 4), expected)

@@ -231,6 +231,7 @@ def _provenance(
     return {
         **provenance(device=base.device, dtype=base.dtype),
         "dtype": base.dtype_name,
+        "compile": base.compile_mode,
         "model": without_folders(str(base.config.name_or_path)),
         "accelerator": accelerator and without_folders(accelerator),
         "prompt_set": {"name": prompts.name, "sha256": prompts.sha256, "first": len(prompts.rows)},

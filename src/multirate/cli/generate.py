@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli.options import (
+    COMPILING,
     AcceleratorChoice,
     Compile,
     Device,
@@ -120,6 +121,9 @@ def generate(
         device=device,
         compile=compile,
     )
+    if compile is not None:
+        note(COMPILING[compile])
+        engine.base.warm_up(1)
     pieces = engine.stream(messages, options, raw=raw)
     result = _show(pieces, as_it_comes=not (as_json or no_stream))
     if as_json:

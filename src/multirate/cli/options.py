@@ -48,6 +48,10 @@ Compile = Annotated[
         "or minutes, the first time (needs g++ on a CPU)",
     ),
 ]
+COMPILING = {
+    "layers": "compiling layers: half a minute the first time, seconds from the cache",
+    "model": "compiling the model as one graph: minutes",
+}
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 

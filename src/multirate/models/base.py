@@ -398,9 +398,7 @@ class BaseModel:
             lines = [line.strip() for line in str(error).splitlines() if line and line[-1] != ":"]
             detail = [line for line in lines[1:] if line.startswith("Developer debug context")]
             reason = ". ".join((lines or [type(error).__name__])[:1] + detail)
-            warnings.warn(
-                f"Compiling failed, so layers run eagerly: {reason}", RuntimeWarning, stacklevel=2
-            )
+            warnings.warn(f"Compiling failed, so layers run eagerly: {reason}", stacklevel=1)
         self._warm.add(rows > 1)
 
     def head(self, h: Tensor) -> Tensor:
