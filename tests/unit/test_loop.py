@@ -279,23 +279,29 @@ def test_an_expensive_drafter_is_switched_off_and_says_so() -> None:
     assert result.speculation.mean_acceptance_length == 1.0
 
 
-def test_measured_costs_are_medians_of_interleaved_rounds() -> None:
+def test_measured_costs_are_medians_of_interleaved_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
+    clock = 0.0
+
+    def work(job: object, seconds: float) -> None:
+        nonlocal clock
+        calls.append(job)
+        clock += seconds
+
+    monkeypatch.setattr("multirate.decode.costs.time.perf_counter", lambda: clock)
     costs = measure_costs(
-        calls.append,
-        lambda beam: calls.append(f"draft {beam}"),
+        lambda n: work(n, 10 + n),
+        lambda beam: work(f"draft {beam}", 3 if beam == 0 else 6 + beam),
         max_drafts=4,
         max_beam=4,
         synchronize=lambda: None,
         repeats=2,
     )
     assert calls == [1, 2, 4, 5, "draft 0", "draft 2", "draft 4"] * 3
-    assert (len(costs.verify), len(costs.draft)) == (5, 4)
-    assert costs.verify[2] == pytest.approx((costs.verify[1] + costs.verify[3]) / 2)
-    assert costs.draft[2] == pytest.approx((costs.draft[1] + costs.draft[3]) / 2)
+    assert costs.verify == pytest.approx((11, 12, 13, 14, 15))
+    assert costs.draft == pytest.approx((3, 5, 6, 7))  # what a second step adds to the first
     assert costs.extra([], 0) == 0
-    expected = costs.draft[0] + costs.draft[2] + costs.verify[4] - costs.verify[0]
-    assert costs.extra([1, 3], 4) == pytest.approx(expected)
+    assert costs.extra([1, 3], 4) == pytest.approx(3 + 6 + 15 - 11)
 
 
 def test_longrope_context_ends_where_its_frequencies_change() -> None:
