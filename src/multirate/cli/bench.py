@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +31,8 @@ from multirate.cli.options import (
     Quantize,
     accelerator_for,
     note,
+    save_json,
+    split_names,
     write_json,
 )
 from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
@@ -131,7 +132,7 @@ def speculative(
     from multirate.bench.speculative import bench_speculative
 
     # Everything that can be refused is refused before anything slow starts.
-    names = tuple(name.strip() for name in methods.split(",") if name.strip())
+    names = split_names(methods)
     files = tuple(gguf or ())
     if not files and model == EMBEDDED_NAME and reads_gguf(names):
         files = (embedded_gguf(),)
@@ -174,8 +175,7 @@ def speculative(
             progress=progress,
         )
     if output is not None:
-        write_whole(output, json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        note(f"saved {output}")
+        save_json(output, report.to_dict())
     if plot is not None:
         from multirate.bench.figures import draw_speculative
 

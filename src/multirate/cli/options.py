@@ -71,7 +71,24 @@ def write(text: str) -> None:
 
 def write_json(data: dict[str, Any]) -> None:
     """Print one JSON object on stdout."""
-    write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    write(_as_json(data))
+
+
+def _as_json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def save_json(path: Path, data: dict[str, Any]) -> None:
+    """Save the object that `write_json` prints, whole or not at all."""
+    from multirate.bench.files import write_whole
+
+    write_whole(path, _as_json(data))
+    note(f"saved {path}")
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def note(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,8 @@ from multirate.cli.options import (
     Quantize,
     accelerator_for,
     note,
+    save_json,
+    split_names,
     write_json,
 )
 from multirate.config.errors import MultirateError
@@ -65,13 +66,13 @@ def sweep(
 ) -> None:
     """Speed-ups over batch sizes, context lengths and temperatures, each on its own."""
     import multirate
-    from multirate.bench.files import require_writable_file, write_whole
+    from multirate.bench.files import require_writable_file
     from multirate.bench.options import SpeculativeOptions
     from multirate.bench.prompts import read_prompts
     from multirate.bench.sweep import bench_sweep, settings, with_setting
 
     # Everything that can be refused is refused before anything slow starts.
-    names = tuple(name.strip() for name in methods.split(",") if name.strip())
+    names = split_names(methods)
     options = SpeculativeOptions(names, max_new_tokens)
     options.require_plain("A sweep")
     wanted = settings(
@@ -99,8 +100,7 @@ def sweep(
         progress=_progress,
     )
     if output is not None:
-        write_whole(output, json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n")
-        note(f"saved {output}")
+        save_json(output, report.to_dict())
     if as_json:
         write_json(report.to_dict())
     else:

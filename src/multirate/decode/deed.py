@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from multirate.config.errors import MultirateError
 from multirate.decode.drafter import MODEL, RANKED, Draft, Drafter, DraftRequest, Growth
 from multirate.decode.growth import draft_chain
-from multirate.decode.heads import DraftHead, load_heads, packed_like, save_heads
+from multirate.decode.heads import DraftHead, fill_heads, load_heads, save_heads
 from multirate.models.base import BaseModel
 
 CONFIDENCE = 0.6  # chance of the best token from which on a head is sure
@@ -115,10 +114,7 @@ class DeedDrafter(Drafter):
         """
         config, tensors = load_heads(path, base, "deed")
         heads = ExitHeads(base, tensors.pop("draft_ids"), config["exits"])
-        heads.load_state_dict(tensors)
-        heads.to(base.dtype).requires_grad_(False)
-        for i, adapter in enumerate(heads.adapters):
-            heads.adapters[i] = packed_like(base, cast(nn.Linear, adapter))
+        fill_heads(heads, heads.adapters, tensors)
         return cls(
             heads,
             confidence=config["confidence"],

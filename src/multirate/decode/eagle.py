@@ -14,17 +14,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multirate.decode.drafter import MAX_BEAM, RANKED, Draft, Drafter, DraftRequest, Observation
-from multirate.decode.growth import Level, draft_chain, grow_tree
+from multirate.decode.drafter import Draft, DraftRequest, Observation
+from multirate.decode.stream import StreamDrafter
 from multirate.models.arena import ArenaLayer, KVArena
-from multirate.models.base import BaseModel, Block
+from multirate.models.base import BaseModel
 from multirate.streams.accelerator import Accelerator, Carried
 
 # The first position with features before it. Own slots count from it: attention sees differences only.
 FIRST = 1
 
 
-class OwnKvRun(Drafter):
+class OwnKvRun(StreamDrafter):
     """One generation of a stream with its own keys and values.
 
     Args:
@@ -34,7 +34,7 @@ class OwnKvRun(Drafter):
     """
 
     def __init__(self, accelerator: Accelerator, *, rows: int, max_len: int) -> None:
-        self.stream, base = accelerator, accelerator.base
+        self.accelerator, base = accelerator, accelerator.base
         config = accelerator.config
         layers = {config.source_layer(i) for i in config.schedule.layers}
         self.arena = _arena_of(base, layers, rows=rows, max_len=max_len)
@@ -42,32 +42,11 @@ class OwnKvRun(Drafter):
             i: torch.zeros(rows, max_len, base.hidden_size, dtype=base.dtype, device=base.device)
             for i in accelerator.carry_layers
         }
-        self.read = [
-            FIRST
-        ] * rows  # positions before it have keys and values from verified features
-
-    @property
-    def carry_layers(self) -> Sequence[int]:
-        return self.stream.carry_layers
-
-    @property
-    def expected_acceptance(self) -> Sequence[float]:
-        return self.stream.config.expected_acceptance
-
-    @property
-    def max_width(self) -> int:
-        return RANKED
-
-    @property
-    def max_beam(self) -> int:
-        return MAX_BEAM
-
-    @property
-    def grows(self) -> bool:
-        return True
+        # Positions before it have keys and values from verified features.
+        self.read = [FIRST] * rows
 
     def keep(self, rows: Sequence[int]) -> None:
-        kept = torch.tensor(rows, device=self.stream.base.device)
+        kept = torch.tensor(rows, device=self.accelerator.base.device)
         self.arena.keep(kept)
         self.features = {i: x[kept] for i, x in self.features.items()}
         self.read = [self.read[row] for row in rows]
@@ -83,44 +62,21 @@ class OwnKvRun(Drafter):
             for row, (start, path) in enumerate(zip(seen.starts, seen.paths, strict=True))
             for depth, entry in enumerate(path)
         ]
-        row, position, entry = torch.tensor(places, device=self.stream.base.device).T
+        row, position, entry = torch.tensor(places, device=self.accelerator.base.device).T
         for i, state in seen.states.items():
             self.features[i][row, position] = state[row, entry]
 
     def draft(self, request: DraftRequest) -> Draft:
-        stream, base = self.stream, self.stream.base
+        def first() -> tuple[Tensor, Carried]:
+            carried = self._read_on(request)
+            return self.accelerator.draft_logits(carried.states[1]), carried
+
         lengths = [length - FIRST for length in request.lengths]
-        carried = Carried((), own=True)
-
-        def run(tokens: Tensor, block: Block) -> Tensor:
-            nonlocal carried
-            logits, carried = stream.step(tokens, carried, block, self.arena, None)
-            return logits
-
-        def step(made: int, token: Tensor) -> Tensor:
-            nonlocal carried
-            if made == 0:
-                carried = self._read_on(request)
-                return stream.draft_logits(carried.states[1])[:, 0]
-            return run(token[:, None], base.block([n + made for n in lengths], 1))[:, 0]
-
-        def step_level(level: Level) -> Tensor:
-            nonlocal carried
-            if level.tree is None:
-                return step(level.depth, level.tokens[:, 0])[:, None]
-            row = torch.arange(len(lengths), device=level.tokens.device)[:, None]
-            carried = Carried(tuple(s[row, level.parents] for s in carried.states), own=True)
-            depths, mask = level.tree.depths, level.tree.mask
-            block = base.block(lengths, mask.shape[-1], depths=depths, block_mask=mask)
-            return run(level.tokens, block.tail(level.tokens.shape[1]))
-
-        if request.growth is not None:
-            return grow_tree(step_level, request, stream.draft_ids, max_beam=MAX_BEAM)
-        return draft_chain(step, request, stream.draft_ids)
+        return self._draft(request, first, lengths=lengths, arena=self.arena)
 
     def _read_on(self, request: DraftRequest) -> Carried:
         """Read the text up to its last token: p at entry and exit there, each `[R, 1, D]`."""
-        base, lengths = self.stream.base, request.lengths
+        base, lengths = self.accelerator.base, request.lengths
         lacking = (length + 1 - read for length, read in zip(lengths, self.read, strict=True))
         n = max(1, *lacking)  # what stands behind the last token is needed in any case
         # All rows read as many: a row that lacks fewer reads some again. Only one shorter than
@@ -133,8 +89,8 @@ class OwnKvRun(Drafter):
         rows = torch.arange(len(starts), device=base.device)
         carried = tuple(self.features[i][rows[:, None], before] for i in self.carry_layers)
         block = base.block([start - FIRST for start in starts], n)
-        start = self.stream.enter(ids, Carried(carried, own=False), block, self.arena)
-        end = self.stream.advance(start, block, self.arena, None)
+        start = self.accelerator.enter(ids, Carried(carried, own=False), block, self.arena)
+        end = self.accelerator.advance(start, block, self.arena, None)
         self.read = [length + 1 for length in lengths]
         last = torch.tensor([len(text) - 1 for text in texts], device=base.device)
         return Carried((start[rows, last][:, None], end[rows, last][:, None]), own=True)

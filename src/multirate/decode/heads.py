@@ -72,6 +72,21 @@ def _head_rows(base: BaseModel, ids: Tensor) -> nn.Linear:
         return linear
 
 
+def fill_heads(heads: nn.Module, linears: nn.ModuleList, tensors: dict[str, Tensor]) -> None:
+    """Give heads their trained weights, in the form that the base's weights have; for decoding only.
+
+    Args:
+        heads: with a `head`, the `DraftHead` behind them.
+        linears: the linear layers that they consist of.
+        tensors: their state dict.
+    """
+    base = cast(DraftHead, heads.head).base
+    heads.load_state_dict(tensors)
+    heads.to(base.dtype).requires_grad_(False)
+    for i, linear in enumerate(linears):
+        linears[i] = packed_like(base, cast(nn.Linear, linear))
+
+
 def packed_like(base: BaseModel, linear: nn.Linear) -> nn.Module:
     """A linear layer in the form that the base's own weights have."""
     if not base.packed:

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multirate.decode.drafter import Draft, Drafter, DraftRequest
-from multirate.decode.heads import DraftHead, load_heads, packed_like, save_heads
+from multirate.decode.heads import DraftHead, fill_heads, load_heads, save_heads
 from multirate.models.base import BaseModel
 
 HEADS = 4
@@ -81,9 +80,8 @@ def sparse_tree(
             if len(new) <= min(depth, len(accuracy)) and new[-1] < len(accuracy[len(new) - 1]):
                 chance = prod(accuracy[i][rank] for i, rank in enumerate(new))
                 heapq.heappush(queue, (-chance, new))
-    ordered = sorted(
-        chosen, key=any
-    )  # stable: the all-first path needs no move when it is accepted
+    # Stable: the all-first path needs no move when it is accepted.
+    ordered = sorted(chosen, key=any)
     places = {node: place for place, node in enumerate(ordered)}
     return tuple(ordered), tuple(places.get(node[:-1], -1) for node in ordered)
 
@@ -117,10 +115,7 @@ class MedusaDrafter(Drafter):
         """
         config, tensors = load_heads(path, base, "medusa")
         heads = MedusaHeads(base, tensors.pop("draft_ids"), config["num_heads"])
-        heads.load_state_dict(tensors)
-        heads.to(base.dtype).requires_grad_(False)
-        for i, block in enumerate(heads.blocks):
-            heads.blocks[i] = packed_like(base, cast(nn.Linear, block))
+        fill_heads(heads, heads.blocks, tensors)
         return cls(heads, config["accuracy"], config["expected_acceptance"])
 
     def save(self, path: str | Path) -> Path:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from multirate.decode.drafter import MAX_BEAM, RANKED, Draft, Drafter, DraftRequest
 from multirate.decode.growth import Level, draft_chain, grow_tree
+from multirate.models.arena import KVArena
 from multirate.models.base import Block
 from multirate.streams.accelerator import Accelerator, Carried
 
 
-class AcceleratorDrafter(Drafter):
-    """Drafts with the accelerated stream: a chain, or a tree of which a step continues several nodes.
+class StreamDrafter(Drafter):
+    """What all drafters with an accelerated stream share: a chain, or a tree of which a step continues
+    several nodes.
 
     A tree's nodes write their provisional keys and values to slots of their own behind the verified
     ones, and see their ancestors' only.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator.eval()
-        accelerator.fold()
+    accelerator: Accelerator
 
     @property
     def carry_layers(self) -> Sequence[int]:
@@ -44,24 +44,36 @@ class AcceleratorDrafter(Drafter):
     def grows(self) -> bool:
         return True
 
-    def start(self, *, rows: int, max_len: int) -> Drafter:
-        if not self.accelerator.config.own_kv:
-            return self
-        from multirate.decode.eagle import OwnKvRun  # which is a drafter itself
+    def _draft(
+        self,
+        request: DraftRequest,
+        first: Callable[[], tuple[Tensor, Carried]],
+        *,
+        lengths: Sequence[int],
+        arena: KVArena,
+    ) -> Draft:
+        """Draft from the last token on.
 
-        return OwnKvRun(self.accelerator, rows=rows, max_len=max_len)
-
-    def draft(self, request: DraftRequest) -> Draft:
-        stream, base, lengths = self.accelerator, self.accelerator.base, request.lengths
-        carried = Carried(tuple(request.states[i] for i in stream.carry_layers), own=False)
+        Args:
+            request: what the loop wants.
+            first: takes the stream over the last token: draft logits `[R, 1, Vd]` and what it leaves.
+            lengths: the last token's slot in `arena`, one a row.
+            arena: where the stream's layers read and write.
+        """
+        stream, base = self.accelerator, self.accelerator.base
+        carried: Carried
 
         def run(tokens: Tensor, block: Block) -> Tensor:
             nonlocal carried
             prefix = stream.prefix(lengths, block.positions)
-            logits, carried = stream.step(tokens, carried, block, request.arena, prefix)
+            logits, carried = stream.step(tokens, carried, block, arena, prefix)
             return logits
 
         def step(made: int, token: Tensor) -> Tensor:
+            nonlocal carried
+            if made == 0:
+                logits, carried = first()
+                return logits[:, 0]
             return run(token[:, None], base.block([n + made for n in lengths], 1))[:, 0]
 
         def step_level(level: Level) -> Tensor:
@@ -77,3 +89,29 @@ class AcceleratorDrafter(Drafter):
         if request.growth is not None:
             return grow_tree(step_level, request, stream.draft_ids, max_beam=MAX_BEAM)
         return draft_chain(step, request, stream.draft_ids)
+
+
+class AcceleratorDrafter(StreamDrafter):
+    """Drafts with the accelerated stream over the base's own keys and values."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator.eval()
+        accelerator.fold()
+
+    def start(self, *, rows: int, max_len: int) -> Drafter:
+        if not self.accelerator.config.own_kv:
+            return self
+        from multirate.decode.eagle import OwnKvRun  # which is a drafter with a stream itself
+
+        return OwnKvRun(self.accelerator, rows=rows, max_len=max_len)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        stream, lengths = self.accelerator, request.lengths
+
+        def first() -> tuple[Tensor, Carried]:
+            carried = Carried(tuple(request.states[i] for i in stream.carry_layers), own=False)
+            block = stream.base.block(lengths, 1)
+            prefix = stream.prefix(lengths, block.positions)
+            return stream.step(request.last[:, None], carried, block, request.arena, prefix)
+
+        return self._draft(request, first, lengths=lengths, arena=request.arena)

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from multirate.models.base import Block
 
 
+def write_slots(target: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Write `[rows, kv_heads, n, head_dim]` to slots `[rows, n]` of `[rows, kv_heads, L, head_dim]`."""
+    rows = torch.arange(len(target), device=target.device)[:, None]
+    target[rows, :, slots] = states.transpose(1, 2)
+
+
 class ArenaLayer(CacheLayerMixin):
     """Keys and values of one layer, each `[rows, kv_heads, max_len, head_dim]`."""
 
@@ -42,9 +48,8 @@ class ArenaLayer(CacheLayerMixin):
             keys[:, :, block.start : stop] = key_states
             values[:, :, block.start : stop] = value_states
         else:
-            rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            keys[rows, :, block.slots] = key_states.transpose(1, 2)
-            values[rows, :, block.slots] = value_states.transpose(1, 2)
+            write_slots(keys, block.slots, key_states)
+            write_slots(values, block.slots, value_states)
         return keys[:, :, : block.visible], values[:, :, : block.visible]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

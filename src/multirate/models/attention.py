@@ -38,6 +38,7 @@ def grouped_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
+    grouped = getattr(module, "num_key_value_groups", 1) > 1  # a size is no bool when compiled
     seen = F.scaled_dot_product_attention(
         query,
         key,
@@ -45,8 +46,7 @@ def grouped_attention(
         attn_mask=attention_mask,
         dropout_p=dropout,
         scale=scaling,
-        enable_gqa=getattr(module, "num_key_value_groups", 1)
-        > 1,  # a size is no bool when compiled
+        enable_gqa=grouped,
     )
     return seen.transpose(1, 2).contiguous(), None
 

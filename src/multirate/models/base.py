@@ -1,9 +1,9 @@
 """The frozen base model as one layer loop over a KV arena.
 
-`BaseModel` is the only place that calls transformers' decoder layers. Plain decoding, prefill,
-verification of drafts, early exit and the accelerated stream's own slow layers are all
-`run_layers(h, start, stop, block, arena)`; nothing else runs a layer. The module knows nothing about
-tokens that are accepted or sampled.
+`BaseModel` is the only place that runs transformers' decoder layers (compiled ones through `compiled`).
+Plain decoding, prefill, verification of drafts, early exit and the accelerated stream's own slow layers
+are all `run_layers(h, start, stop, block, arena)`; nothing else runs a layer. The module knows nothing
+about tokens that are accepted or sampled.
 
 Shapes: B rows, n block positions, L attended slots, D hidden size, V vocabulary.
 """

@@ -24,6 +24,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from multirate.config.errors import MultirateError
+from multirate.models.arena import write_slots
 
 COMPILE_MODES = ("layers", "model")
 RECOMPILE_LIMIT = 64
@@ -40,9 +41,8 @@ class _Slots:
         self.keys, self.values, self.slots, self.visible = keys, values, slots, visible
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
-        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        self.keys[rows, :, self.slots] = keys.transpose(1, 2)
-        self.values[rows, :, self.slots] = values.transpose(1, 2)
+        write_slots(self.keys, self.slots, keys)
+        write_slots(self.values, self.slots, values)
         return self.keys[:, :, : self.visible], self.values[:, :, : self.visible]
 
 
