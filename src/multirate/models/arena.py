@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 def write_slots(target: Tensor, slots: Tensor, states: Tensor) -> None:
     """Write `[rows, kv_heads, n, head_dim]` to slots `[rows, n]` of `[rows, kv_heads, L, head_dim]`."""
-    rows = torch.arange(len(target), device=target.device)[:, None]
+    rows = torch.arange(target.shape[0], device=target.device)[
+        :, None
+    ]  # `len` would fix a graph's size
     target[rows, :, slots] = states.transpose(1, 2)
 
 

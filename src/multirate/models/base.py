@@ -10,8 +10,7 @@ Shapes: B rows, n block positions, L attended slots, D hidden size, V vocabulary
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from multirate.config.errors import MultirateError
+from multirate.models.ahead import POSITIONS, ROWS, SLOTS, VISIBLE
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
 from multirate.models.attention import GROUPED
-from multirate.models.compiled import CompiledLayers
+from multirate.models.compiled import CompiledStack
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
 from multirate.models.quantized import (
     BITS,
@@ -97,7 +97,7 @@ class BaseModel:
         self.rotary_emb = cast(nn.Module, body.rotary_emb)
         self.lm_head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
         self._packing: str | None = None
-        self._compiled: CompiledLayers | None = None
+        self._compiled: CompiledStack | None = None
         self._warm: set[bool] = set()  # of batches of one row, and of several
 
     @property
@@ -196,8 +196,10 @@ class BaseModel:
 
     def arena(self, *, rows: int, max_len: int) -> KVArena:
         """A new, empty KV arena of this model's shape, type and device."""
+        # Graphs are made for arenas with room left: that all slots are seen would be a case of its own.
+        spare = 0 if self._compiled is None else 1
         return KVArena(
-            self.config, rows=rows, max_len=max_len, dtype=self.dtype, device=self.device
+            self.config, rows=rows, max_len=max_len + spare, dtype=self.dtype, device=self.device
         )
 
     def block(
@@ -296,9 +298,11 @@ class BaseModel:
         Returns:
             Tensor: h_stop, `[B, n, D]`.
         """
-        compiled = self._compiled
-        if compiled and compiled.mode == "model" and stop - start == self.num_layers:
-            return self._run_stack(compiled, h, block, arena, states)
+        if self.compile_mode == "model" and stop - start == self.num_layers:
+            every = [h, *self._run_compiled(self.layers, range(start, stop), h, block, arena)]
+            if states is not None:
+                states.update({i: every[i] for i in states})
+            return every[-1]
         arena.use(block, start, stop)
         for i in range(start, stop):
             if states is not None and i in states:
@@ -313,16 +317,8 @@ class BaseModel:
     ) -> Tensor:
         """Run one decoder layer (the base's own, or a tied copy standing at `index`) on a block."""
         kind = self.layer_types[index]
-        if self._compiled is not None:
-            return self._compiled.layer(
-                layer,
-                h,
-                block.slots,
-                block.positions,
-                block.masks[kind],
-                block.rotary[kind],
-                arena.memory(index),
-            )
+        if self.compile_mode is not None:
+            return self._run_compiled([layer], [index], h, block, arena)[0]
         return cast(
             Tensor,
             layer(
@@ -334,31 +330,29 @@ class BaseModel:
             ),
         )
 
-    def _run_stack(
+    def _run_compiled(
         self,
-        compiled: CompiledLayers,
+        layers: Iterable[nn.Module],
+        indices: Sequence[int],
         h: Tensor,
         block: Block,
         arena: KVArena,
-        states: dict[int, Tensor] | None,
-    ) -> Tensor:
-        """As `run_layers` for all layers, as one graph."""
-        every = compiled.stack(
-            self.layers,
-            self.layer_types,
+    ) -> list[Tensor]:
+        """Decoder layers standing at `indices`, as one graph: the state behind each."""
+        assert self._compiled is not None
+        return self._compiled(
+            tuple(layers),
+            [self.layer_types[i] for i in indices],
             h,
             block.slots,
             block.positions,
             block.masks,
             block.rotary,
-            [arena.memory(i) for i in range(self.num_layers)],
+            [arena.memory(i) for i in indices],
         )
-        if states is not None:
-            states.update({i: every[i] for i in states})
-        return every[-1]
 
     def compile(self, mode: str) -> None:
-        """Run layers through `torch.compile` from now on (`models.compiled`); for decoding only.
+        """Run layers compiled from now on (`models.compiled`); for decoding only.
 
         Args:
             mode: "layers" or "model".
@@ -366,39 +360,25 @@ class BaseModel:
         Raises:
             MultirateError: an unknown mode.
         """
-        self._compiled = CompiledLayers(mode)
+        self._compiled = CompiledStack(mode, self.device)
         self._warm.clear()
 
     @property
     def compile_mode(self) -> str | None:
         """How layers are compiled; None if they run eagerly."""
-        return None if self._compiled is None else self._compiled.mode
+        return None if self._compiled is None or self._compiled.failed else self._compiled.mode
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
-        """Compile now what a batch of so many rows needs, if it is not yet.
-
-        Where compiling fails (no C++ compiler, an operator that it cannot follow) layers run eagerly
-        from then on, and a warning says why.
-        """
-        if self._compiled is None or (rows > 1) in self._warm:
+        """Compile now what a batch of so many rows needs, if it is not yet."""
+        if self.compile_mode is None or (rows > 1) in self._warm:
             return
-        rows = 11 if rows > 1 else 1
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of compilers about themselves
-                # Sizes that nothing else has: equal sizes would be taken for the same one.
-                for n in (13, 1):
-                    block = self.block([24] * rows, n)
-                    h = self.embed(torch.zeros(rows, n, dtype=torch.long, device=self.device))
-                    arena = self.arena(rows=rows, max_len=47)
-                    self.run_layers(h, 0, self.num_layers, block, arena)
-        except Exception as error:  # compilers fail with anything
-            self._compiled = None
-            lines = [line.strip() for line in str(error).splitlines() if line and line[-1] != ":"]
-            detail = [line for line in lines[1:] if line.startswith("Developer debug context")]
-            reason = ". ".join((lines or [type(error).__name__])[:1] + detail)
-            warnings.warn(f"Compiling failed, so layers run eagerly: {reason}", stacklevel=1)
+        rows = ROWS if rows > 1 else 1
+        for n in (POSITIONS, 1):
+            block = self.block([VISIBLE - n] * rows, n)
+            h = self.embed(torch.zeros(rows, n, dtype=torch.long, device=self.device))
+            arena = self.arena(rows=rows, max_len=SLOTS)
+            self.run_layers(h, 0, self.num_layers, block, arena)
         self._warm.add(rows > 1)
 
     def head(self, h: Tensor) -> Tensor:

@@ -1,22 +1,23 @@
-"""Decoder layers through `torch.compile`, over the KV arena.
+"""Decoder layers, compiled, over the KV arena.
 
 Eager, a small model's step is mostly overhead: some fifty operators a layer that take microseconds each.
 Compiled, a layer is its matrix products, one attention call and a few fused loops. Two modes:
 
-- `layers` (regional): one layer is compiled and serves all layers of its shape, the accelerated stream's
-  too. Seconds to compile.
-- `model` (whole graph): the base model's whole stack is one graph, which saves what entering a graph
-  costs for each layer. Minutes to compile the first time.
+- `layers` (regional): one layer is a graph and serves all layers like it, the accelerated stream's too.
+- `model` (whole graph): the base model's whole stack is one graph. It takes longer to compile.
 
 Nothing in a graph depends on the number of rows, the length of the block or of the text: slots are a
-tensor, the attended length is a mask's, and sizes are symbols. So a handful of graphs serve a whole
-session: sizes of one are a case of their own to the compiler. inductor keeps its compiled code in its
-own cache between runs (`TORCHINDUCTOR_CACHE_DIR`).
+tensor, the attended length is a mask's, and sizes are symbols. So a handful of graphs serve everything:
+sizes of one are a case of their own to the compiler.
+
+On a CPU graphs are compiled ahead of time (`models.ahead`), elsewhere by `torch.compile` when they are
+first needed; inductor keeps its compiled code in its own cache then (`TORCHINDUCTOR_CACHE_DIR`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,14 +25,11 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from multirate.config.errors import MultirateError
+from multirate.models.ahead import AheadOfTime, KeysValues, Rotary
 from multirate.models.arena import write_slots
 
 COMPILE_MODES = ("layers", "model")
 RECOMPILE_LIMIT = 64
-
-# Keys and values of a layer, `[rows, kv_heads, max_len, head_dim]` each.
-KeysValues = tuple[Tensor, Tensor]
-Rotary = tuple[Tensor, Tensor]
 
 
 class _Slots:
@@ -46,30 +44,8 @@ class _Slots:
         return self.keys[:, :, : self.visible], self.values[:, :, : self.visible]
 
 
-def _layer(
-    layer: nn.Module,
-    h: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    mask: Tensor,
-    rotary: Rotary,
-    memory: KeysValues,
-) -> Tensor:
-    """One decoder layer on a block: h_i `[B, n, D]` to h_{i+1}."""
-    return cast(
-        Tensor,
-        layer(
-            h,
-            attention_mask=mask,
-            position_ids=positions,
-            cache=_Slots(*memory, slots, mask.shape[-1]),
-            position_embeddings=rotary,
-        ),
-    )
-
-
-def _stack(
-    layers: nn.ModuleList,
+def run_stack(
+    layers: Sequence[nn.Module],
     kinds: Sequence[str],
     h: Tensor,
     slots: Tensor,
@@ -78,10 +54,33 @@ def _stack(
     rotary: Mapping[str, Rotary],
     memory: Sequence[KeysValues],
 ) -> list[Tensor]:
-    """All layers on a block: the states h_0 .. h_N, `[B, n, D]` each."""
-    states = [h]
-    for layer, kind, own in zip(layers, kinds, memory, strict=True):
-        h = _layer(layer, h, slots, positions, masks[kind], rotary[kind], own)
+    """Decoder layers, one after the other, on a block.
+
+    Args:
+        layers: N of them.
+        kinds: the attention type of each.
+        h: `[B, n, D]`, the state that enters the first.
+        slots: `[B, n]`, where keys and values are written.
+        positions: `[B, n]`, of rotary embeddings.
+        masks: of each attention type, `[B, 1, n, L]`; slots `[0, L)` are attended to.
+        rotary: of each attention type, (cos, sin), `[B, n, head_dim]` each.
+        memory: keys and values of each layer.
+
+    Returns:
+        The state behind each layer, N times `[B, n, D]`.
+    """
+    states = []
+    for layer, kind, (keys, values) in zip(layers, kinds, memory, strict=True):
+        h = cast(
+            Tensor,
+            layer(
+                h,
+                attention_mask=masks[kind],
+                position_ids=positions,
+                cache=_Slots(keys, values, slots, masks[kind].shape[-1]),
+                position_embeddings=rotary[kind],
+            ),
+        )
         states.append(h)
     return states
 
@@ -98,24 +97,44 @@ def require_compile_mode(mode: str) -> None:
         )
 
 
-class CompiledLayers:
-    """The compiled forms of `_layer` and `_stack`; nothing is compiled before the first call.
+class CompiledStack:
+    """The compiled form of `run_stack`; compiles what is needed when it is first called.
+
+    Where compiling fails (no C++ compiler, an operator that it cannot follow) layers run eagerly from
+    then on, and a warning says why.
 
     Args:
-        mode: "layers" or "model".
+        mode: "layers" or "model", for its owner to go by.
+        device: where it runs.
 
     Raises:
         MultirateError: an unknown mode.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, device: torch.device) -> None:
         require_compile_mode(mode)
         self.mode = mode
+        self._run: Callable[..., list[Tensor]] | None
+        if device.type == "cpu":
+            self._run = AheadOfTime(run_stack)
+            return
         # Graphs of one function: sizes of one or more, kinds of layers, types of weights.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-        # A step's own loops are so short that starting a second thread costs more than it saves; the
-        # matrix products and attention between them start theirs.
-        options: dict[str, Any] = {"options": {"cpp.threads": 1}}
-        self.layer = torch.compile(_layer, dynamic=True, fullgraph=True, **options)
-        self.stack = torch.compile(_stack, dynamic=True, fullgraph=True, **options)
+        self._run = torch.compile(run_stack, dynamic=True, fullgraph=True)
+
+    @property
+    def failed(self) -> bool:
+        return self._run is None
+
+    def __call__(self, *arguments: Any) -> list[Tensor]:
+        """As `run_stack`."""
+        if self._run is not None:
+            try:
+                return self._run(*arguments)
+            except Exception as error:  # compilers fail with anything
+                self._run = None
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                reason = (lines or [type(error).__name__])[0]
+                warnings.warn(f"Compiling failed, so layers run eagerly: {reason}", stacklevel=1)
+        return run_stack(*arguments)

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from multirate.models import hf
+from multirate.models.cache import cache_root
 
 # Part of every cache key: raise it whenever the same file has to convert to something else.
 CONVERTER_VERSION = 1
@@ -41,9 +42,8 @@ MANIFEST = "multirate-conversion.json"
 
 
 def cache_folder() -> Path:
-    """Where converted models live; `MULTIRATE_CACHE` moves it."""
-    root = os.environ.get("MULTIRATE_CACHE") or "~/.cache/multirate"
-    return Path(root).expanduser() / "converted"
+    """Where converted models live."""
+    return cache_root() / "converted"
 
 
 def convert_gguf(path: Path, *, name: str | None = None) -> Path:
