@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+
 import pytest
 import torch
 from tiny_models import TINY_MODELS, tiny_model
