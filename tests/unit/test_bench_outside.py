@@ -88,18 +88,22 @@ def gguf(tmp_path: Path) -> Path:
     return file
 
 
-def test_prompt_lookup_of_transformers_gives_plain_tokens(engine: Engine) -> None:
+@pytest.mark.parametrize("name", ["transformers-lookup", "transformers-early-exit"])
+def test_drafting_of_transformers_gives_plain_tokens(engine: Engine, name: str) -> None:
     """On a text that repeats itself, and up to the end of the context."""
-    methods = [METHODS[name].make(engine, SpeculativeOptions(("plain",))) for name in
-               ("plain", "transformers-lookup")]  # fmt: skip
-    forwards = []
-    engine.base.model.register_forward_hook(lambda *_: forwards.append(1))
+    methods = [METHODS[n].make(engine, SpeculativeOptions(("plain",))) for n in ("plain", name)]
+    heads = []  # whole passes, and early exits: each asks for logits once
+    engine.base.lm_head.register_forward_hook(lambda *_: heads.append(1))
     for ids in ([40, 41, 42] * 6, [50], [40 + i % 9 for i in range(MAX_POSITIONS - 4)]):
-        plain, lookup = (method.run([ids], 3 * NEW) for method in methods)
-        assert lookup == plain and len(plain[0].token_ids) == min(3 * NEW, MAX_POSITIONS - len(ids))
-    del forwards[:]
+        plain, drafted = (method.run([ids], 3 * NEW) for method in methods)
+        assert drafted == plain
+        assert len(plain[0].token_ids) == min(3 * NEW, MAX_POSITIONS - len(ids))
+    del heads[:]
     (output,) = methods[1].run([[40, 41, 42] * 6], 3 * NEW)
-    assert len(output.token_ids) > len(forwards)  # drafts helped
+    if name == "transformers-lookup":
+        assert len(output.token_ids) > len(heads)  # drafts helped
+    else:
+        assert len(output.token_ids) < len(heads)  # its drafts are passes of their own
 
 
 def test_transformers_runs_the_stock_model_in_its_own_type(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from multirate.bench.llama_cpp import LLAMA_CPP, file_labels
-from multirate.bench.outside import LOOKUP_TOKENS, TRANSFORMERS
+from multirate.bench.outside import LOOKUP_TOKENS, TRANSFORMERS, first_layers
 from multirate.bench.registry import Batch, Entry, Method, Output
 from multirate.bench.rivals import RIVALS, Rival
 from multirate.bench.vllm import VLLM
@@ -87,8 +87,8 @@ def _stream(engine: Engine) -> Drafter:
 
 
 def _first_layers(engine: Engine) -> Drafter:
-    """Early exit after a sixth of the layers."""
-    return EarlyExitDrafter(engine.base, max(1, engine.base.num_layers // 6))
+    """The first layers draft, and leave at the model's own head."""
+    return EarlyExitDrafter(engine.base, first_layers(engine.base.num_layers))
 
 
 METHODS: dict[str, Entry] = {

@@ -1,4 +1,4 @@
-"""transformers' own `generate`, plain and with prompt lookup.
+"""transformers' own `generate`: plain, with prompt lookup, and drafting with its own first layers.
 
 It gets the same token ids and stops at the same end-of-sequence tokens.
 """
@@ -31,6 +31,16 @@ def _transformers(engine: Engine, settings: SpeculativeOptions) -> Method:
 def _transformers_lookup(engine: Engine, settings: SpeculativeOptions) -> Method:
     """`model.generate` with prompt lookup: drafts are what followed the same tokens before."""
     return _generate(engine, settings, prompt_lookup_num_tokens=LOOKUP_TOKENS)
+
+
+def _transformers_early_exit(engine: Engine, settings: SpeculativeOptions) -> Method:
+    """`model.generate` with `assistant_early_exit`: the first layers draft (LayerSkip)."""
+    return _generate(engine, settings, assistant_early_exit=first_layers(engine.base.num_layers))
+
+
+def first_layers(num_layers: int) -> int:
+    """After how many layers drafts of a model's own first layers leave it: a sixth."""
+    return max(1, num_layers // 6)
 
 
 @lru_cache(maxsize=1)
@@ -97,4 +107,5 @@ def _until_end(tokens: list[int], eos: set[int]) -> list[int]:
 TRANSFORMERS: dict[str, Entry] = {
     "transformers": Entry(_transformers),
     "transformers-lookup": Entry(_transformers_lookup, batches=False),
+    "transformers-early-exit": Entry(_transformers_early_exit, batches=False),
 }
