@@ -46,11 +46,11 @@ def test_greedy_exhaustively() -> None:
         for length in range(4)
         for targets in product(range(2), repeat=4)
     ]
-    drafts, lengths, targets = (torch.tensor(column) for column in zip(*cases, strict=True))
-    acceptance = accept_greedy(drafts, lengths, targets)
+    drafts, lengths, targets = zip(*cases, strict=True)
+    blocks, paths = accept_greedy(drafts, [[-1, 0, 1]] * len(cases), lengths, targets)
     expected = [greedy_by_loop(list(d[:n]), list(t)) for d, n, t in cases]
-    assert acceptance.read(drafts)[0] == expected
-    assert acceptance.entry.tolist() == [len(block) - 1 for block in expected]
+    assert blocks == expected
+    assert paths == [list(range(1, len(block))) for block in expected]
 
 
 @given(st.data())
@@ -68,10 +68,10 @@ def test_greedy_with_garbage_padding(data: st.DataObject) -> None:
         )
     )
     padding = data.draw(st.sampled_from([-1, 0, 2, 10**9]))
-    drafts = torch.tensor([d + [padding] * (k - len(d)) for d, _ in rows]).reshape(len(rows), k)
-    lengths = torch.tensor([len(d) for d, _ in rows])
-    acceptance = accept_greedy(drafts.long(), lengths, torch.tensor([t for _, t in rows]))
-    assert acceptance.read(drafts)[0] == [greedy_by_loop(d, t) for d, t in rows]
+    drafts = [d + [padding] * (k - len(d)) for d, _ in rows]
+    chains = [list(range(-1, k - 1))] * len(rows)
+    blocks, _ = accept_greedy(drafts, chains, [len(d) for d, _ in rows], [t for _, t in rows])
+    assert blocks == [greedy_by_loop(d, t) for d, t in rows]
 
 
 # Sampled: the mechanics
@@ -338,7 +338,7 @@ def test_broken_acceptance_is_told_apart(name: str, broken: Accept) -> None:
 # Sampled trees: the distribution of what comes out
 
 # Two siblings below the last token, two below the first of them, one below the second.
-SHAPE = torch.tensor([-1, -1, 0, 0, 1])
+SHAPE = [-1, -1, 0, 0, 1]
 
 
 def grow(chain: Chain, kind: str, g: torch.Generator) -> tuple[Tensor, Tensor | None]:
@@ -381,7 +381,7 @@ def sample_tree(chain: Chain, kind: str, *, seed: int = 21) -> Tensor:
         dim=1,
     )
     lengths = torch.randint(0, 6, (ROWS,), generator=g)
-    tree = Tree.of(SHAPE)
+    tree = Tree.of([SHAPE], torch.device("cpu"))
     out = accept_sampled(
         drafts, lengths, p, draft_probs=q, draft_ids=chain.ids, tree=tree, generator=g
     )

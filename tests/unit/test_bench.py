@@ -253,9 +253,9 @@ def test_everything_is_warm_before_the_first_timed_run(
     )
     monkeypatch.setitem(METHODS, "fake", entry)
     measured = []
-    step_costs = engine.step_costs
+    draft_length = engine.draft_length
     monkeypatch.setattr(
-        engine, "step_costs", lambda **sizes: measured.append(sizes) or step_costs(**sizes)
+        engine, "draft_length", lambda *args: measured.append(args) or draft_length(*args)
     )
     bench_speculative(
         engine,

@@ -69,7 +69,7 @@ def test_what_each_guess_sees() -> None:
     window = Window(LookaheadDrafter(ngram=4, window=3), [50], seed=0)
     window.levels = [[1, 2], [10, 11, 12], [20, 21, 22]]
     tokens, parents, deepest = window.entries()
-    tree = Tree.of(torch.tensor(parents))
+    tree = Tree.of([parents], torch.device("cpu"))
     names = [0, *tokens]  # 0: the last token
     sees = {
         name: {names[i] for i in tree.mask[0, entry].nonzero()[:, 0].tolist()}

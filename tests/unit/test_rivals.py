@@ -16,10 +16,12 @@ from multirate.bench.methods import METHODS
 from multirate.bench.options import SpeculativeOptions
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
-from multirate.decode.costs import DraftLength, Outcome, StepCosts
+from multirate.decode.costs import StepCosts
+from multirate.decode.draft_length import DraftLength
 from multirate.decode.drafter import MODEL, TEXT, Draft, Drafter, DraftRequest
 from multirate.decode.engine import Engine
 from multirate.decode.lookup import NgramTreeDrafter, PromptLookupDrafter
+from multirate.decode.outcomes import Outcome
 from multirate.decode.results import GenerationResult
 from multirate.decode.rivals import EarlyExitDrafter, ModelDrafter
 from multirate.decode.sampling import Sampler

@@ -1,6 +1,6 @@
 """Which drafted tokens stay: exact acceptance of trees of drafts, a chain being one of them.
 
-Pure functions on tensors; nothing here knows a model, a cache or a stop condition. The emitted
+Pure functions; nothing here knows a model, a cache or a stop condition. The emitted
 tokens follow the target's distribution exactly, whatever the drafter proposes (chains: Leviathan et
 al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318; trees: SpecInfer, arXiv 2305.09781).
 
@@ -8,6 +8,7 @@ Shapes: R rows, n drafts at most, V vocabulary, Vd the drafter's (reduced) vocab
 fewer than n drafts says so in `lengths`; what stands beyond is padding and may hold anything.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,25 +57,37 @@ class Acceptance:
 
 
 def accept_greedy(
-    drafts: Tensor, lengths: Tensor, targets: Tensor, tree: Tree | None = None
-) -> Acceptance:
-    """Keep the longest root path of the drafts that greedy decoding would have written itself.
+    drafts: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    targets: Sequence[Sequence[int]],
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Keep the root path of the drafts that greedy decoding would have written itself.
+
+    On the host: a walk over so few numbers takes less time than asking a device for it.
 
     Args:
-        drafts: LongTensor `[R, n]`.
-        lengths: LongTensor `[R]`, valid drafts of each row, 0..n.
-        targets: LongTensor `[R, n + 1]`, argmax of the target's scores at each block entry.
-        tree: of the drafts; None for a chain.
+        drafts: n tokens a row.
+        parents: of each draft, as in `Draft`: -1 = the last token. Of equal siblings the eldest counts.
+        lengths: valid drafts of each row, 0..n.
+        targets: n + 1 a row, argmax of the target's scores at each block entry.
+
+    Returns:
+        As `Acceptance.read`.
     """
-    rows, n = drafts.shape
-    assert targets.shape == (rows, n + 1)
-    tree = tree or Tree.chain(n, drafts.device)
-    wanted = targets.gather(1, tree.parents.expand(rows, n))
-    right = torch.ones((rows, n + 1), dtype=torch.bool, device=drafts.device)
-    right[:, 1:] = (drafts == wanted) & _valid(drafts, lengths)
-    stays = (right[:, None, :] | ~tree.mask).all(-1)
-    entry = torch.where(stays, tree.depths, -1).argmax(1)
-    return Acceptance(entry, targets.gather(1, entry[:, None]).squeeze(1))
+    blocks, paths = [], []
+    for tokens, above, length, wanted in zip(drafts, parents, lengths, targets, strict=True):
+        places: dict[tuple[int, int], int] = {}
+        for entry, key in enumerate(zip(above[:length], tokens, strict=False), 1):
+            places.setdefault(key, entry)
+        path: list[int] = []
+        found = places.get((-1, wanted[0]))
+        while found is not None:
+            path.append(found)
+            found = places.get((found - 1, wanted[found]))
+        blocks.append([*(tokens[entry - 1] for entry in path), wanted[path[-1] if path else 0]])
+        paths.append(path)
+    return blocks, paths
 
 
 def accept_sampled(

@@ -96,6 +96,7 @@ class Draft:
         kinds: for each row n times `MODEL` or `TEXT`; None: all of them `MODEL`.
         steps: of each draft step that was run, how many nodes a row it continued. None: one step of
             one node for each level.
+        lists: tokens and parents of each row on the host, where they were made there.
     """
 
     tokens: Tensor
@@ -106,6 +107,7 @@ class Draft:
     chances: Sequence[Sequence[float]] | None = None
     kinds: Sequence[Sequence[int]] | None = None
     steps: tuple[int, ...] | None = None
+    lists: tuple[list[list[int]], list[list[int]]] | None = None
 
     @staticmethod
     def of_rows(
@@ -123,21 +125,31 @@ class Draft:
             device: of the tensors.
             fields: other attributes, `chances` and `kinds` as long as the row's tokens.
         """
-        n = max(len(row) for row in tokens)
-        chains = [list(range(-1, n - 1))] * len(parents)
+        lengths = [len(row) for row in tokens]
+        n = max(lengths)
+        chain = list(range(-1, n - 1))
+        drafts = [[*row, *[0] * (n - len(row))] for row in tokens]
         up = [[*row, *[-1] * (n - len(row))] for row in parents]
-        is_chain = all(
-            list(row) == chain[: len(row)] for row, chain in zip(parents, chains, strict=True)
-        )
+        is_chain = all(row[:m] == chain[:m] for row, m in zip(up, lengths, strict=True))
         return Draft(
-            tokens=as_tensor([[*row, *[0] * (n - len(row))] for row in tokens], n, device),
+            tokens=as_tensor(drafts, n, device),
             parents=None if is_chain else as_tensor(up, n, device),
-            lengths=[len(row) for row in tokens],
+            lengths=lengths,
+            lists=(drafts, [chain] * len(up) if is_chain else up),
             **fields,
         )
 
+    def token_lists(self) -> list[list[int]]:
+        """Tokens of each row's entries, padding included, on the host."""
+        if self.lists is not None:
+            return self.lists[0]
+        found: list[list[int]] = self.tokens.tolist()
+        return found
+
     def parent_lists(self) -> list[list[int]]:
         """Parents of each row's entries, on the host, for a chain too."""
+        if self.lists is not None:
+            return self.lists[1]
         rows, n = self.tokens.shape
         if self.parents is None:
             return [list(range(-1, n - 1))] * rows
@@ -154,7 +166,7 @@ class Draft:
         tokens, parents, chances, kinds = [], [], [], []
         everything = zip(
             values,
-            self.tokens.tolist(),
+            self.token_lists(),
             self.parent_lists(),
             self.chances or [[0.0] * len(row) for row in values],
             self.kinds or [[MODEL] * len(row) for row in values],

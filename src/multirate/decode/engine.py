@@ -18,18 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
-from multirate.decode.costs import (
-    MAX_ENTRIES,
-    MAX_WIDTH,
-    DraftLength,
-    EvenGrowth,
-    StepCosts,
-    measure_costs,
-    synchronizer,
-)
-from multirate.decode.drafter import Drafter, DraftRequest
+from multirate.decode.costs import StepCosts
+from multirate.decode.draft_length import MAX_ENTRIES, MAX_WIDTH, DraftLength
+from multirate.decode.drafter import Drafter
 from multirate.decode.lookup import NgramTreeDrafter
 from multirate.decode.loop import RowStep, SpeculationCounts, decode
+from multirate.decode.measuring import measure_steps
 from multirate.decode.results import GenerationResult, Speculation
 from multirate.decode.sampling import Processor, Sampler
 from multirate.decode.stopping import StopChecker
@@ -77,7 +71,8 @@ class Engine:
         self.drafter = drafter
         if drafter is None and accelerator is not None:
             self.drafter = NgramTreeDrafter(AcceleratorDrafter(accelerator), min_ngram=None)
-        self._costs: dict[tuple[int, int, int], StepCosts] = {}
+        self._costs: dict[tuple[int, int, int, bool], StepCosts] = {}
+        self._lengths: dict[tuple[int | None, ...], DraftLength] = {}
 
     # ---------------------------------------------------------------- generating
 
@@ -234,6 +229,9 @@ class Engine:
     ) -> DraftLength:
         """How many tokens to draft for these prompts: a fixed number, or what step costs suggest.
 
+        What greedy decoding learns of its cycles is kept for later calls. What is drawn with a seed may
+        depend on neither the clock nor earlier calls.
+
         Args:
             prompts: of the batch.
             options: how they are decoded.
@@ -243,14 +241,19 @@ class Engine:
         width = options.draft_width or (1 if options.num_draft_tokens else None)
         if width is not None:
             width = min(width, max_width)
-        fixed, costs = options.num_draft_tokens, None
+        fixed = options.num_draft_tokens
+        rows, context = len(prompts), max(len(prompt) for prompt in prompts)
+        most = max(options.max_draft_tokens, MAX_ENTRIES if max_width > 1 else 0)
+        adapts = fixed is None and (options.greedy or options.seed is None)
+        key = (*_sizes(rows, context), options.max_draft_tokens, width, options.greedy)
+        if adapts and key in self._lengths:
+            return self._lengths[key]
+        costs = None
         if fixed is None:
             costs = self.step_costs(
-                rows=len(prompts),
-                context=max(len(prompt) for prompt in prompts),
-                max_drafts=max(options.max_draft_tokens, MAX_ENTRIES if max_width > 1 else 0),
+                rows=rows, context=context, max_drafts=most, greedy=options.greedy
             )
-        return DraftLength(
+        length = DraftLength(
             costs,
             max_drafts=fixed or options.max_draft_tokens,
             prior=self.drafter.expected_acceptance,
@@ -258,67 +261,32 @@ class Engine:
             width=width,
             max_width=min(max_width, MAX_WIDTH),
             drawn=not options.greedy,
+            clock=time.perf_counter if adapts else None,
         )
+        if adapts:
+            self._lengths[key] = length
+        return length
 
-    @torch.inference_mode()
-    def step_costs(self, *, rows: int, context: int, max_drafts: int) -> StepCosts:
+    def step_costs(
+        self, *, rows: int, context: int, max_drafts: int, greedy: bool = True
+    ) -> StepCosts:
         """Measured seconds of draft and verify steps on this device; kept for later calls.
 
         Args:
             rows: batch rows, rounded up to a power of two.
             context: valid slots of each row, rounded up to a power of two of at least 256.
             max_drafts: longest draft that is timed.
+            greedy: or sampled, which takes longer.
         """
         assert self.drafter is not None
-        key = (_power_of_two(rows, 1), _power_of_two(context, 256), max_drafts)
+        key = (*_sizes(rows, context), max_drafts, greedy)
         if key not in self._costs:
             self._costs[key] = self._measure(*key)
         return self._costs[key]
 
-    def _measure(self, rows: int, context: int, max_drafts: int) -> StepCosts:
-        base, own = self.base, cast(Drafter, self.drafter)
-        base.warm_up(rows)
-        max_len = context + max(max_drafts, own.max_beam + 1) + 1
-        drafter = own.start(rows=rows, max_len=max_len)
-        arena = base.arena(rows=rows, max_len=max_len)
-        lengths = [context] * rows
-        token = torch.zeros(rows, dtype=torch.long, device=base.device)
-        size = (rows, 1, base.hidden_size)
-        states = {
-            i: torch.zeros(size, dtype=base.dtype, device=base.device) for i in drafter.carry_layers
-        }
-        greedy = Sampler(GenerationOptions(), device=base.device)
-        # No token twice where the vocabulary allows it: nothing to look up, the dear case.
-        text = [i % base.config.vocab_size for i in range(context, -1, -1)]
-
-        def verify(n: int) -> None:
-            ids = token[:, None].expand(rows, n)
-            block = base.block(lengths, n)
-            h = base.run_layers(base.embed(ids), 0, base.num_layers, block, arena)
-            greedy.scores(base.head(h), [[]] * rows).argmax(-1)
-
-        def draft(beam: int) -> None:
-            drafter.draft(
-                DraftRequest(
-                    token,
-                    lengths,
-                    states,
-                    arena,
-                    [text] * rows,
-                    count=2 if beam else 1,
-                    sampler=greedy,
-                    go_on=lambda *_: beam > 0,
-                    width=MAX_WIDTH,
-                    growth=EvenGrowth(beam),
-                )
-            )
-
-        return measure_costs(
-            verify,
-            draft,
-            max_drafts=max_drafts,
-            max_beam=drafter.max_beam,
-            synchronize=synchronizer(base.device),
+    def _measure(self, rows: int, context: int, max_drafts: int, greedy: bool) -> StepCosts:
+        return measure_steps(
+            self.base, cast(Drafter, self.drafter), rows, context, max_drafts, greedy
         )
 
 
@@ -426,8 +394,9 @@ def _is_one(prompts: Any) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], int | Mapping)
 
 
-def _power_of_two(value: int, low: int) -> int:
-    return max(low, 1 << (value - 1).bit_length())
+def _sizes(rows: int, context: int) -> tuple[int, int]:
+    """Rows and slots for which steps are measured: powers of two."""
+    return 1 << (rows - 1).bit_length(), max(256, 1 << (context - 1).bit_length())
 
 
 def load(

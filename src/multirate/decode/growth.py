@@ -126,7 +126,7 @@ def grow_tree(
     parents: list[list[int]] = [[] for _ in rows]
     claims: list[list[float]] = [[] for _ in rows]
     values: list[list[float]] = [[] for _ in rows]
-    above: list[list[int]] = [[] for _ in rows]  # of continued nodes, the node that each follows
+    above: list[list[int]] = [[] for _ in rows]  # of continued nodes, as in `Draft.parents`
     continued = [[-1] for _ in rows]  # entries that this level's nodes are
     level = Level(0, request.last[:, None], torch.zeros_like(request.last[:, None]), None)
     steps: list[int] = []
@@ -157,14 +157,14 @@ def grow_tree(
             break
         chosen = [new[row][:beam] for row in rows]
         places = [[continued[row].index(parents[row][i]) for i in chosen[row]] for row in rows]
-        first = sum(steps) - steps[-1]
+        first = sum(steps[:-1]) - 1  # the root is none of the drafts
         for row in rows:
             above[row].extend(first + place for place in places[row])
         level = Level(
             len(steps),
             as_tensor([[tokens[row][i] for i in chosen[row]] for row in rows], beam, device),
             as_tensor(places, beam, device),
-            Tree.of(torch.tensor(above, device=device) - 1) if max([*steps, beam]) > 1 else None,
+            Tree.of(above, device) if max([*steps, beam]) > 1 else None,
         )
         continued = chosen
     return Draft.of_rows(tokens, parents, device=device, chances=claims, steps=tuple(steps))

@@ -46,53 +46,103 @@ class PromptLookupDrafter(Drafter):
             raise MultirateError(f"num_tokens={num_tokens} is not allowed; give at least 1.")
         self.max_ngram, self.min_ngram, self.num_tokens = max_ngram, min_ngram, num_tokens
 
+    def start(self, *, rows: int, max_len: int) -> PromptLookupDrafter:
+        return _Run(self, rows)
+
     def find(self, ids: Sequence[int], count: int) -> list[int]:
         """The `count` tokens that a text is expected to go on with; empty without a match."""
-        return self.look_up(ids, count)[0]
-
-    def look_up(self, ids: Sequence[int], count: int) -> tuple[list[int], int]:
-        """As `find`; also how many tokens matched."""
-        best, after = 0, 0
-        for end in range(len(ids) - 2, -1, -1):
-            if ids[end] != ids[-1]:  # by far most places
-                continue
-            n = self._match(ids, end)
-            if n > best:
-                best, after = n, end + 1
-            if best == self.max_ngram:
-                break
-        if best < self.min_ngram:
-            return [], 0
-        text = list(ids[after:])
-        for i in range(count):
-            text.append(text[i])
-        return text[len(text) - count :], best
-
-    def _match(self, ids: Sequence[int], end: int) -> int:
-        """How many tokens up to and with place `end` equal the last ones, `max_ngram` at most."""
-        longest = min(self.max_ngram, end + 1)
-        return next((n for n in range(1, longest) if ids[end - n] != ids[-1 - n]), longest)
+        return _Text(self).look_up(ids, count)[0]
 
     @property
     def grows(self) -> bool:
         return True
+
+    def look_up(self, texts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], int]]:
+        """For each row what `find` gives, and how many tokens matched."""
+        return [_Text(self).look_up(ids, count) for ids in texts]
 
     def draft(self, request: DraftRequest) -> Draft:
         count = min(request.count, self.num_tokens)
         if request.growth is None:
             # A fixed number, or drafts beside those drawn at random: what was accepted so far decides.
             count = next((n for n in range(1, count) if not request.go_on(n, None)), count)
-        found = [self.look_up(row, count) for row in request.ids]
+        return self.as_draft(self.look_up(request.ids, count), request.last.device)
+
+    @staticmethod
+    def as_draft(found: Sequence[tuple[list[int], int]], device: torch.device) -> Draft:
+        """Chains of what was looked up."""
         return Draft.of_rows(
             [tokens for tokens, _ in found],
             [list(range(-1, len(tokens) - 1)) for tokens, _ in found],
-            device=request.last.device,
+            device=device,
             chances=[
                 [_claim(matched + i) for i in range(len(tokens))] for tokens, matched in found
             ],
             kinds=[[TEXT] * len(tokens) for tokens, _ in found],
             steps=() if any(tokens for tokens, _ in found) else None,
         )
+
+
+class _Text:
+    """Where the tokens of one text stand; read on as it grows, so that a long text costs nothing.
+
+    Args:
+        settings: shortest and longest match.
+    """
+
+    def __init__(self, settings: PromptLookupDrafter) -> None:
+        self.shortest, self.longest = settings.min_ngram, settings.max_ngram
+        self.read = 0  # tokens that are entered
+        self.latest: dict[int, int] = {}  # of each token
+        self.pairs: dict[tuple[int, int], list[int]] = {}  # of each two tokens, of the second one
+
+    def look_up(self, ids: Sequence[int], count: int) -> tuple[list[int], int]:
+        """What followed the best match of the last tokens, and how many matched."""
+        end = len(ids) - 1
+        for place in range(self.read, end):
+            self.latest[ids[place]] = place
+            if place > 0:
+                self.pairs.setdefault((ids[place - 1], ids[place]), []).append(place)
+        self.read = max(self.read, end)
+        best, after = 0, 0
+        if self.longest > 1 and end > 0:
+            for place in reversed(self.pairs.get((ids[-2], ids[-1]), ())):
+                n = self._match(ids, place)
+                if n > best:
+                    best, after = n, place + 1
+                if best == self.longest:
+                    break
+        if best == 0 and ids[-1] in self.latest:
+            best, after = 1, self.latest[ids[-1]] + 1
+        if best < self.shortest:
+            return [], 0
+        text = list(ids[after : after + count])
+        for i in range(count - len(text)):
+            text.append(text[i])
+        return text, best
+
+    def _match(self, ids: Sequence[int], end: int) -> int:
+        """How many tokens up to and with place `end` equal the last ones, as many as are looked for."""
+        longest = min(self.longest, end + 1)
+        return next((n for n in range(2, longest) if ids[end - n] != ids[-1 - n]), longest)
+
+
+class _Run(PromptLookupDrafter):
+    """The lookups of one generation."""
+
+    def __init__(self, settings: PromptLookupDrafter, rows: int) -> None:
+        super().__init__(
+            max_ngram=settings.max_ngram,
+            min_ngram=settings.min_ngram,
+            num_tokens=settings.num_tokens,
+        )
+        self.texts = [_Text(self) for _ in range(rows)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+    def look_up(self, texts: Sequence[Sequence[int]], count: int) -> list[tuple[list[int], int]]:
+        return [text.look_up(ids, count) for text, ids in zip(self.texts, texts, strict=True)]
 
 
 def _claim(matched: int) -> float:
@@ -150,10 +200,12 @@ class NgramTreeDrafter(Drafter):
 
     def start(self, *, rows: int, max_len: int) -> Drafter:
         other = self.other.start(rows=rows, max_len=max_len)
-        return NgramTreeDrafter(other, self.lookup, min_ngram=self.min_ngram)
+        lookup = self.lookup.start(rows=rows, max_len=max_len)
+        return NgramTreeDrafter(other, lookup, min_ngram=self.min_ngram)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.other.keep(rows)
+        self.lookup.keep(rows)
 
     def observe(self, seen: Observation) -> None:
         self.other.observe(seen)
@@ -167,7 +219,8 @@ class NgramTreeDrafter(Drafter):
         missed = [1 - growth.chance(row[0], TEXT) if row else 1.0 for row in found.chances]
         beside = _Beside(growth, missed)
         if self.other.grows or growth.pays(sum(missed) / len(missed)):
-            return _join(self.other.draft(replace(request, growth=beside)), found, growth)
+            draft = self.other.draft(replace(request, growth=beside))
+            return _join(draft, found, growth) if found.tokens.shape[1] > 0 else draft
         return found
 
     def _first(self, request: DraftRequest) -> Draft:
@@ -177,8 +230,10 @@ class NgramTreeDrafter(Drafter):
             return self.other.draft(request)
         found = self.lookup.draft(request)
         assert found.lengths is not None
-        matched = [self.lookup.look_up(row, 1)[1] for row in request.ids]
-        lengths = [n if m >= trusted else 0 for n, m in zip(found.lengths, matched, strict=True)]
+        matched = self.lookup.look_up(request.ids, 1)
+        lengths = [
+            n if m >= trusted else 0 for n, (_, m) in zip(found.lengths, matched, strict=True)
+        ]
         found = Draft(found.tokens, lengths=lengths, steps=())
         if all(lengths):
             return found
@@ -214,15 +269,16 @@ def _join(tree: Draft, found: Draft, growth: Growth) -> Draft:
     kinds = [list(row) for row in tree.kinds or [[MODEL] * len(row) for row in claims]]
     tokens, parents = [], []
     lengths = tree.lengths or [n] * rows
+    looked_up = found.token_lists()
     for row, (drafts, above) in enumerate(
-        zip(tree.tokens.tolist(), tree.parent_lists(), strict=True)
+        zip(tree.token_lists(), tree.parent_lists(), strict=True)
     ):
         drafts, above = drafts[: lengths[row]], above[: lengths[row]]
         place = {
             (parent, token): i for i, (parent, token) in enumerate(zip(above, drafts, strict=True))
         }
         node = -1
-        for token, claim in zip(found.tokens[row].tolist(), found.chances[row], strict=False):
+        for token, claim in zip(looked_up[row], found.chances[row], strict=False):
             known = place.get((node, token))
             if known is None:
                 known = len(drafts)

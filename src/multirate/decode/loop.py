@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from multirate.decode.acceptance import accept_greedy, accept_sampled
-from multirate.decode.costs import DraftLength, Outcome
+from multirate.decode.draft_length import DraftLength
 from multirate.decode.drafter import Draft, Drafter, DraftRequest, Observation
+from multirate.decode.outcomes import Outcome
 from multirate.decode.sampling import Sampler
 from multirate.decode.stopping import StopChecker
 from multirate.decode.tree import Tree
@@ -59,7 +60,7 @@ class SpeculationCounts:
         num_accepted_tokens: drafted tokens that were accepted.
         accepted_per_position: of which at position i of their draft.
         num_plain_steps: verify passes without drafts, while drafting did not pay. A pass for which
-            the drafter ran and found nothing is counted nowhere.
+            the drafter ran and found nothing, or that was to be timed, is counted nowhere.
     """
 
     num_drafts: int = 0
@@ -80,7 +81,7 @@ class SpeculationCounts:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """The rows still being decoded; every list and tensor has one entry a row."""
 
     index: list[int]  # which prompt
@@ -145,7 +146,7 @@ def decode(
         drafter.carry_layers if drafter else (),
         observe=drafter.observe if drafter else None,
     )
-    rows = _Rows(
+    rows = Rows(
         index=list(range(len(prompts))),
         ids=[list(p) for p in prompts],
         checkers=list(checkers),
@@ -158,10 +159,12 @@ def decode(
     rows.last = sampler.choose(sampler.scores(base.head(final), rows.ids))[:, 0]
     yield _emit(rows, [[token] for token in rows.last.tolist()], arena)
     while rows.index:
-        draft = Draft(rows.last.new_empty((len(rows.index), 0)), steps=())
         if drafter is not None and draft_length is not None:
+            draft_length.begin(len(rows.index))
             draft = _draft(rows, drafter, draft_length, arena, sampler)
-        blocks, paths, outcomes = _verify(base, rows, draft, arena, sampler)
+        else:
+            draft = Draft(rows.last.new_empty((len(rows.index), 0)))
+        blocks, paths, outcomes = verify(base, rows, draft, arena, sampler)
         if draft_length is not None:
             draft_length.update(outcomes, draft, paths)
             for count, outcome in zip(rows.counts, outcomes, strict=True):
@@ -213,18 +216,17 @@ def prefill(
 
 
 def _draft(
-    rows: _Rows, drafter: Drafter, length: DraftLength, arena: KVArena, sampler: Sampler
+    rows: Rows, drafter: Drafter, length: DraftLength, arena: KVArena, sampler: Sampler
 ) -> Draft:
     """What is to be verified; nothing where drafting does not pay."""
     # The last token a row may get needs no draft: the verify pass itself yields it.
     count = min(length.max_drafts, max(c.room for c in rows.checkers) - 1)
     growth = length if length.grows else None
-    nothing = rows.last.new_empty((len(rows.index), 0))
     asks = count > 0 and growth is not None and drafter.grows
-    if not asks and not length.pays():
-        return Draft(nothing, steps=())
-    if count < 1:
-        return Draft(nothing)
+    rests = not length.idle and not asks and not length.pays()
+    if length.idle or rests or count < 1:
+        nothing = rows.last.new_empty((len(rows.index), 0))
+        return Draft(nothing, steps=() if rests else None)
     request = DraftRequest(
         rows.last,
         rows.lengths,
@@ -240,8 +242,8 @@ def _draft(
     return length.keep(drafter.draft(request))
 
 
-def _verify(
-    base: BaseModel, rows: _Rows, draft: Draft, arena: KVArena, sampler: Sampler
+def verify(
+    base: BaseModel, rows: Rows, draft: Draft, arena: KVArena, sampler: Sampler
 ) -> tuple[list[list[int]], list[list[int]], list[Outcome]]:
     """Run last tokens and drafts through all layers in one block.
 
@@ -252,55 +254,54 @@ def _verify(
     """
     count, device = len(rows.index), rows.last.device
     n = draft.tokens.shape[1]
-    tree = None if draft.parents is None else Tree.of(draft.parents)
-    ids = torch.cat([rows.last[:, None], draft.tokens], dim=1)
-    if tree is None:
+    parents, tree = draft.parent_lists(), None
+    ids = rows.last[:, None]
+    if n > 0:
+        ids = torch.cat([ids, draft.tokens], dim=1)
+    if draft.parents is None:
         block = base.block(rows.lengths, n + 1)
     else:
+        tree = Tree.of(parents[:1] if draft.parents.ndim == 1 else parents, device)
         block = base.block(rows.lengths, n + 1, depths=tree.depths, block_mask=tree.mask)
     logits, states = _run(base, rows, ids, block, arena)
     scores = sampler.scores(logits, rows.ids, draft.tokens, tree)
     made = draft.lengths or [n] * count
-    lengths = torch.tensor(made, device=device)
     if sampler.greedy:
-        acceptance = accept_greedy(draft.tokens, lengths, scores.argmax(-1), tree)
+        targets = scores.argmax(-1).tolist()
+        blocks, paths = accept_greedy(draft.token_lists(), parents, made, targets)
     else:
-        acceptance = accept_sampled(
+        blocks, paths = accept_sampled(
             draft.tokens,
-            lengths,
+            torch.tensor(made, device=device),
             sampler.probabilities(scores),
             draft_probs=draft.probs,
             draft_ids=draft.ids,
             tree=tree,
             generator=sampler.generator,
-        )
-    rows.states = {i: _pick(state, acceptance.entry) for i, state in states.items()}
-    blocks, paths = acceptance.read(draft.tokens, tree)
+        ).read(draft.tokens, tree)
+    ends = [path[-1] if path else 0 for path in paths]
+    rows.states = _at(states, ends)
     if rows.drafter is not None:
         stays = [[0, *path] for path in paths]
         rows.drafter.observe(Observation(rows.lengths, states, scores, stays))
-    if tree is None:
-        shapes = [list(range(n))] * count
-    else:
-        shapes = tree.parents.expand(count, n).tolist()
-        moves = [
-            (row, rows.lengths[row] + entry, rows.lengths[row] + depth)
-            for row, path in enumerate(paths)
-            for depth, entry in enumerate(path, 1)
-            if entry != depth
-        ]
-        if moves:
-            arena.move(*zip(*moves, strict=True))
+    moves = [
+        (row, rows.lengths[row] + entry, rows.lengths[row] + depth)
+        for row, path in enumerate(paths)
+        for depth, entry in enumerate(path, 1)
+        if entry != depth
+    ]
+    if moves:
+        arena.move(*zip(*moves, strict=True))
     # The last token a row may get is the verify pass's own: drafts beyond its room count for nothing.
     outcomes = [
-        Outcome.of(shape[:length], path, checker.room - 1)
-        for shape, length, path, checker in zip(shapes, made, paths, rows.checkers, strict=True)
+        Outcome.of(above[:length], path, checker.room - 1)
+        for above, length, path, checker in zip(parents, made, paths, rows.checkers, strict=True)
     ]
     return blocks, paths, outcomes
 
 
 def _run(
-    base: BaseModel, rows: _Rows, ids: Tensor, block: Block, arena: KVArena
+    base: BaseModel, rows: Rows, ids: Tensor, block: Block, arena: KVArena
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """A block `[R, n]` through all layers: logits `[R, n, V]`, and the states that drafting wants."""
     states: dict[int, Tensor] = dict.fromkeys(rows.states, cast(Tensor, None))
@@ -308,12 +309,19 @@ def _run(
     return base.head(h), states
 
 
+def _at(states: dict[int, Tensor], ends: Sequence[int]) -> dict[int, Tensor]:
+    """States `[R, n, D]` at one entry a row: `[R, 1, D]`."""
+    if len(ends) == 1:
+        return {i: state[:, ends[0] : ends[0] + 1] for i, state in states.items()}
+    return {i: _pick(state, torch.tensor(ends, device=state.device)) for i, state in states.items()}
+
+
 def _pick(x: Tensor, place: Tensor) -> Tensor:
     """`[R, n, D]` at one position a row `[R]`: `[R, 1, D]`."""
     return x[torch.arange(len(x), device=x.device), place][:, None]
 
 
-def _emit(rows: _Rows, blocks: Sequence[list[int]], arena: KVArena) -> list[RowStep]:
+def _emit(rows: Rows, blocks: Sequence[list[int]], arena: KVArena) -> list[RowStep]:
     """Hand each row's block to its checker; drop the rows that ended."""
     steps, going = [], []
     for place, block in enumerate(blocks):

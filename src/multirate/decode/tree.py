@@ -39,19 +39,27 @@ class Tree:
     mask: Tensor
 
     @staticmethod
-    def of(parents: Tensor) -> Tree:
-        """The tree of a draft's `parents`, `[n]` or `[R, n]`, in which -1 stands for the last token."""
-        parents = (parents if parents.ndim == 2 else parents[None]) + 1
-        entries = parents.shape[1] + 1
-        steps = torch.eye(entries, dtype=torch.float32, device=parents.device).repeat(
-            len(parents), 1, 1
+    def of(parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
+        """The tree of drafts' parents, one list of n a row, in which -1 stands for the last token."""
+        entries = len(parents[0]) + 1
+        seen, depths = bytearray(), []  # the mask a byte an entry; a tensor of lists takes longer
+        for row in parents:
+            lines, depth = [bytearray(entries)], [0]
+            lines[0][0] = 1
+            for entry, parent in enumerate(row, 1):
+                line = lines[parent + 1].copy()
+                line[entry] = 1
+                lines.append(line)
+                depth.append(depth[parent + 1] + 1)
+            seen += b"".join(lines)
+            depths.append(depth)
+        mask = torch.frombuffer(seen, dtype=torch.bool).view(len(parents), entries, entries)
+        above = [[parent + 1 for parent in row] for row in parents]
+        return Tree(
+            torch.tensor(above, dtype=torch.long, device=device).view(len(parents), entries - 1),
+            torch.tensor(depths, device=device),
+            mask.to(device),
         )
-        steps[:, 1:].scatter_(2, parents[..., None], 1.0)
-        # After j squarings a step is up to 2^j generations: numbers of ways, only zero or not counts.
-        for _ in range(max(0, entries - 1).bit_length()):
-            steps = (steps @ steps).clamp_(max=1.0)
-        mask = steps > 0
-        return Tree(parents, mask.sum(-1) - 1, mask)
 
     def row(self, index: int) -> Tree:
         """The tree of one row, `[1, ...]`."""
