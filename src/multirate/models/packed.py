@@ -22,6 +22,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from multirate.models.siblings import joint_linear, sibling_linears, siblings_of
+
 PACKED = "packed"  # what users call this type of weights
 
 # The operator itself: the wrapper around it searches its arguments for fakes, 8 microseconds a call, and
@@ -96,7 +98,15 @@ def can_pack(device: torch.device | str) -> bool:
 def pack_linears(
     module: nn.Module, pack: Callable[[nn.Linear], nn.Module] = PackedLinear.of
 ) -> None:
-    """Replace every linear layer below a module by what `pack` makes of it, one after the other."""
-    for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear):
-            module.set_submodule(name, pack(child))
+    """Replace every linear layer below a module by what `pack` makes of it, one after the other.
+
+    Layers that read the same input are packed as one (`models.siblings`).
+    """
+    alone = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    for names, linears in list(sibling_linears(module)):
+        joint = pack(joint_linear(linears))
+        for name, sibling in zip(names, siblings_of(joint, linears), strict=True):
+            module.set_submodule(name, sibling)
+            del alone[name]
+    for name, linear in alone.items():
+        module.set_submodule(name, pack(linear))
