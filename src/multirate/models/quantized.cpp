@@ -17,8 +17,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
-#include <vector>
 
 #include <immintrin.h>
 
@@ -26,8 +26,15 @@ namespace {
 
 constexpr int GROUP = 32;  // inputs that share a scale
 constexpr int BLOCK = 32;  // outputs stored side by side
-constexpr int LANES = 8;   // of a vector
-constexpr int ROWS = 4;    // most rows that a tile holds in registers
+constexpr int LINE = 16;   // words of a cache line
+constexpr int AHEAD = 1024;  // words between those read and those asked for: 4 KiB
+#ifdef __AVX512F__
+constexpr int LANES = 16;  // of a vector
+constexpr int ROWS = 8;    // most rows of a tile: their sums of a group stay in registers
+#else
+constexpr int LANES = 8;
+constexpr int ROWS = 4;
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -45,106 +52,157 @@ inline Floats load(const float* p) {
   return v;
 }
 
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+
 inline Floats load(const at::Half* p) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#endif
 }
 
 // Number j of a word is cut out where it stands, as q * 2^shift, and multiplied with x * 2^-shift, which
-// is exact and saves a shift for every number. The last one would reach the sign bit, so it is shifted.
+// is exact and saves a shift for every number. The last one would reach the sign bit, so it is shifted down.
 template <int BITS>
 constexpr int shift(int j) {
-  return BITS * std::min(j, 32 / BITS - 2);
+  return j < 32 / BITS - 1 ? BITS * j : 0;
 }
 
-// Rows of activations as the tiles want them.
+template <int BITS>
+inline Floats cut(Words word, int j) {
+  constexpr uint32_t MASK = (1u << BITS) - 1;
+  word = j == 32 / BITS - 1 ? word >> (32 - BITS) : word & (MASK << shift<BITS>(j));
+  return __builtin_convertvector((Ints)word, Floats);
+}
+
+// How many of the rows left the next tile takes: tiles of like size.
+inline int64_t next_rows(int64_t left) {
+  const int64_t tiles = (left + ROWS - 1) / ROWS;
+  return (left + tiles - 1) / tiles;
+}
+
+// Rows of activations as the tiles want them: [groups, R, ...] for each tile of R rows.
 template <int BITS>
 struct Inputs {
-  int64_t K, groups;
-  std::vector<float> scaled;  // [M, K] padded with zeros, input j of a word times 2^-shift(j)
-  std::vector<float> sums;    // [M, groups]
+  int64_t groups;
+  std::unique_ptr<float[]> scaled;  // [groups, R, GROUP], input j of a word times 2^-shift(j)
+  std::unique_ptr<float[]> sums;    // [groups, R]
 
-  Inputs(const float* x, int64_t M, int64_t inputs, int64_t padded)
-      : K(padded), groups(padded / GROUP), scaled(M * padded), sums(M * groups) {
+  // x is [M, K], and zeros where K ends within a group.
+  Inputs(const float* x, int64_t M, int64_t K, int64_t groups)
+      : groups(groups), scaled(new float[M * groups * GROUP]), sums(new float[M * groups]) {
     float scale[GROUP];
     for (int k = 0; k < GROUP; ++k) scale[k] = 1.0f / (1 << shift<BITS>(k % (32 / BITS)));
-    for (int64_t r = 0; r < M; ++r) std::copy_n(x + r * inputs, inputs, scaled.data() + r * K);
-    for (int64_t g = 0; g < M * groups; ++g) {
-      float* group = scaled.data() + g * GROUP;
-      Floats sum = {};
-      for (int k = 0; k < GROUP; k += LANES) sum += load(group + k);
-      for (int i = 0; i < LANES; ++i) sums[g] += sum[i];
-      for (int k = 0; k < GROUP; ++k) group[k] *= scale[k];
+    for (int64_t first = 0, R; first < M; first += R) {
+      R = next_rows(M - first);
+      for (int64_t r = 0; r < R; ++r)
+        for (int64_t g = 0; g < groups; ++g) {
+          const float* group = x + (first + r) * K + g * GROUP;
+          float padded[GROUP] = {};
+          if (K < (g + 1) * GROUP) {
+            std::copy_n(group, K - g * GROUP, padded);
+            group = padded;
+          }
+          const int64_t at = first * groups + g * R + r;
+          Floats sum = {};
+          for (int k = 0; k < GROUP; k += LANES) {
+            sum += load(group + k);
+            store(scaled.get() + at * GROUP + k, load(group + k) * load(scale + k));
+          }
+          sums[at] = 0;
+          for (int i = 0; i < LANES; ++i) sums[at] += sum[i];
+        }
     }
   }
 };
 
 // R rows times V vectors of outputs.
 template <int BITS, int R, int V>
-void tile(const float* x, const float* sums, int64_t K, const int32_t* w, const at::Half* s,
+void tile(const float* x, const float* sums, int64_t groups, const int32_t* w, const at::Half* s,
           Floats (&total)[R][V]) {
-  constexpr int DEPTH = 32 / BITS, MASK = (1 << BITS) - 1;
-  const int64_t groups = K / GROUP;
-  for (int64_t g = 0; g < groups; ++g) {
+  constexpr int DEPTH = 32 / BITS;
+  for (int64_t g = 0; g < groups; ++g, x += R * GROUP, sums += R) {
     Floats part[R][V] = {};
-    for (int c = 0; c < GROUP / DEPTH; ++c, w += BLOCK, x += DEPTH) {
+#pragma GCC unroll 8
+    for (int c = 0; c < GROUP / DEPTH; ++c, w += BLOCK) {
+      for (int i = 0; i < V * LANES; i += LINE) __builtin_prefetch(w + AHEAD + i);
 #pragma GCC unroll 8
       for (int j = 0; j < DEPTH; ++j) {
+        Floats q[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) {
-          Words word = load(w + v * LANES);
-          if (j == DEPTH - 1) word >>= BITS;
-          const Ints q = (Ints)(word & (uint32_t(MASK) << shift<BITS>(j)));
+        for (int v = 0; v < V; ++v) q[v] = cut<BITS>(load(w + v * LANES), j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-          for (int r = 0; r < R; ++r)
-            part[r][v] += __builtin_convertvector(q, Floats) * x[r * K + j];
-        }
+          for (int v = 0; v < V; ++v) part[r][v] += q[v] * x[r * GROUP + c * DEPTH + j];
       }
     }
-    for (int v = 0; v < V; ++v, s += LANES) {
-      const Floats d = load(s), m = BITS == 4 ? load(s + BLOCK) : d * -128.0f;
-      for (int r = 0; r < R; ++r) total[r][v] += d * part[r][v] + m * sums[r * groups + g];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const at::Half* pair = s + v * LANES;
+      const Floats d = load(pair), m = BITS == 4 ? load(pair + BLOCK) : d * -128.0f;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        total[r][v] += d * part[r][v];  // one rounding each, whatever R is
+        total[r][v] += m * sums[r];
+      }
     }
-    s += (BITS == 4 ? 2 : 1) * BLOCK - V * LANES;
+    s += (BITS == 4 ? 2 : 1) * BLOCK;
   }
 }
 
 // R rows times one block of outputs, of which those from N on are padding.
 template <int BITS, int R, int V>
-void rows(const float* x, const float* sums, int64_t K, const int32_t* w, const at::Half* s,
+void rows(const float* x, const float* sums, int64_t groups, const int32_t* w, const at::Half* s,
           const float* bias, float* out, int64_t first, int64_t N) {
   for (int start = 0; start < BLOCK; start += V * LANES) {
     Floats total[R][V] = {};
-    tile<BITS, R, V>(x, sums, K, w + start, s + start, total);
-    for (int r = 0; r < R; ++r)
-      for (int i = 0; i < V * LANES; ++i) {
-        const int64_t n = first + start + i;
-        if (n < N) out[r * N + n] = total[r][i / LANES][i % LANES] + (bias ? bias[n] : 0.0f);
+    tile<BITS, R, V>(x, sums, groups, w + start, s + start, total);
+    for (int v = 0; v < V; ++v) {
+      const int64_t n = first + start + v * LANES, count = std::min<int64_t>(LANES, N - n);
+      if (count <= 0) return;
+      float offset[LANES] = {};
+      if (bias) std::copy_n(bias + n, count, offset);
+      for (int r = 0; r < R; ++r) {
+        const Floats sum = total[r][v] + load(offset);
+        if (count == LANES)
+          store(out + r * N + n, sum);
+        else
+          for (int i = 0; i < count; ++i) out[r * N + n + i] = sum[i];
       }
+    }
   }
 }
 
 template <int BITS>
 void multiply(const float* x, int64_t M, int64_t inputs, const at::Tensor& weight,
               const at::Tensor& scales, const float* bias, float* out, int64_t N) {
-  const Inputs<BITS> in(x, M, inputs, weight.size(1) * (32 / BITS));
-  const int64_t K = in.K, w_step = weight.stride(0), s_step = scales.stride(0);
+  const int64_t groups = scales.size(1), w_step = weight.stride(0), s_step = scales.stride(0);
+  const Inputs<BITS> in(x, M, inputs, groups);
   const int32_t* w = weight.const_data_ptr<int32_t>();
   const at::Half* s = scales.const_data_ptr<at::Half>();
-  // A thread gets at least 32k words, or starting it costs more than it saves.
-  const int64_t grain = std::max<int64_t>(1, 32768 / w_step);
+  // A thread gets at least 32k words, fewer with more rows, or starting it costs more than it saves.
+  const int64_t grain = std::max<int64_t>(1, 32768 / (w_step * std::min<int64_t>(M, 4)));
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b)
-      for (int64_t r = 0; r < M; r += ROWS) {
+      for (int64_t r = 0, R; r < M; r += R) {
+        R = next_rows(M - r);
         const auto run = [&](auto kernel) {
-          kernel(in.scaled.data() + r * K, in.sums.data() + r * in.groups, K, w + b * w_step,
-                 s + b * s_step, bias, out + r * N, b * BLOCK, N);
+          kernel(in.scaled.get() + r * groups * GROUP, in.sums.get() + r * groups, groups,
+                 w + b * w_step, s + b * s_step, bias, out + r * N, b * BLOCK, N);
         };
-        // As many sums at once as registers hold, and enough to hide the latency of each.
-        switch (std::min<int64_t>(ROWS, M - r)) {
-          case 1: run(rows<BITS, 1, 4>); break;
-          case 2: run(rows<BITS, 2, 4>); break;
+        switch (R) {
+          case 1: run(rows<BITS, 1, BLOCK / LANES>); break;
+          case 2: run(rows<BITS, 2, BLOCK / LANES>); break;
           case 3: run(rows<BITS, 3, 2>); break;
-          default: run(rows<BITS, 4, 2>);
+          case 4: run(rows<BITS, 4, 2>); break;
+#ifdef __AVX512F__
+          case 5: run(rows<BITS, 5, 2>); break;
+          case 6: run(rows<BITS, 6, 2>); break;
+          case 7: run(rows<BITS, 7, 2>); break;
+          case 8: run(rows<BITS, 8, 2>); break;
+#endif
         }
       }
   });

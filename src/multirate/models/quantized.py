@@ -6,7 +6,7 @@ Q8_0. Weights that came from such a file are therefore kept exactly, and the mod
 float32 form computes; "int8" keeps a matrix in 4 bits where these are exact. Inputs are float32, where
 llama.cpp rounds them to 8 bits. torch's own kernels for such weights take half as long again or twice as
 long, and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut out
-of 32-bit words beside the multiplications of up to four rows.
+of 32-bit words beside the multiplications of up to eight rows.
 
 **On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
 one for 32 inputs, activations bfloat16.
@@ -45,8 +45,8 @@ BITS = {INT8: 8, INT4: 4}
 GROUP = 32  # inputs that share a scale; as in quantized.cpp
 _BLOCK = 32  # outputs stored side by side; as in quantized.cpp
 _SOURCE = Path(__file__).with_name("quantized.cpp")
-# What the kernel is written for, whichever CPU of the kind compiles it.
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-mavx2", "-mfma", "-mf16c", "-fopenmp")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 
 class Grid(NamedTuple):
@@ -256,21 +256,25 @@ def quantize_with_torchao(model: nn.Module, head: nn.Module, kind: str) -> None:
 def load_kernel() -> None:
     """Make `torch.ops.multirate.quantized_linear` exist, building it if no earlier run has.
 
-    The library is kept in the cache under a name that stands for the source, the flags and torch's
-    version, and appears there whole or not at all.
+    It is built for AVX-512 where torch uses that itself, else for AVX2 (ATEN_CPU_CAPABILITY=avx2 asks
+    for that). The library is kept in the cache under a name that stands for the source, the flags and
+    torch's version, and appears there whole or not at all.
 
     Raises:
         MultirateError: no compiler, it fails, or the cache cannot be written.
     """
+    flags = _FLAGS
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        flags += _AVX512
     key = hashlib.sha256(_SOURCE.read_bytes())
-    key.update(repr((_FLAGS, torch.__version__, sys.platform)).encode())
+    key.update(repr((flags, torch.__version__, sys.platform)).encode())
     library = cache_folder().parent / "kernels" / f"quantized-{key.hexdigest()[:16]}.so"
     try:
         if not library.is_file():
             library.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(library.with_suffix(".lock")):
                 if not library.is_file():
-                    _build(library)
+                    _build(library, flags)
         torch.ops.load_library(library)
     except OSError as error:
         raise MultirateError(
@@ -286,7 +290,7 @@ def load_kernel() -> None:
     torch.library.register_fake("multirate::quantized_linear", shape)  # for torch.compile
 
 
-def _build(library: Path) -> None:
+def _build(library: Path, flags: tuple[str, ...]) -> None:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++"))), None)
     if compiler is None:
         raise MultirateError(
@@ -303,7 +307,7 @@ def _build(library: Path) -> None:
         partial = Path(folder) / library.name
         run = subprocess.run(
             [
-                compiler, *_FLAGS, f"-isystem{torch_folder / 'include'}", str(_SOURCE),
+                compiler, *flags, f"-isystem{torch_folder / 'include'}", str(_SOURCE),
                 "-o", str(partial), f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu",
             ],
             capture_output=True,
