@@ -90,7 +90,7 @@ def test_drafting_is_taken_up_again_when_the_text_changes() -> None:
 def test_drafting_that_costs_hundreds_of_steps_is_not_tried_every_few() -> None:
     costs = StepCosts((1.0, 1.0, 1.0), (100.0,))
     machine = Machine(costs, plain=1.0, drafted=101.0, accepts=1)
-    assert not any(machine.cycle() for _ in range(4999))
+    assert not any(machine.cycle() for _ in range(5000))
     assert machine.cycle()
 
 

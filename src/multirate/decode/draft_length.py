@@ -24,6 +24,10 @@ MAX_ENTRIES = 16  # most drafts that are verified
 # The chance that the second draw of a position, the third, ..., is right where those before are not.
 RUNNER_UP_PRIOR = (0.2, 0.1, 0.07)
 
+# Of a plain step's token, what one that a row of a batch gains is worth: rows that accept more end
+# earlier, but the batch ends with its last row.
+BATCH_WORTH = 0.8
+
 # Drafting that was stopped is tried again for a cycle, after twice as many cycles each time.
 FIRST_REST, LAST_REST = 32, 512  # cycles
 TRIAL_SHARE = 0.02  # most of the time that trials may cost
@@ -95,8 +99,7 @@ class DraftLength:
         self._trusted = 0  # cycles in which a model drafted since drafting was last stopped
         self._acceptance: list[float] | None = None  # of this cycle, once asked for
         self._price: float | None = None
-        if fixed is None and not self._worth():
-            self._stop()
+        self._token_worth = 1.0
 
     @property
     def max_slots(self) -> int:
@@ -149,19 +152,19 @@ class DraftLength:
         return self._gain.seconds * self._pace.dearness, self._gain.tokens
 
     def price(self) -> float:
-        """Tokens that a second by the step costs is worth: those that decoding makes in it anyway."""
+        """Tokens that a second by the step costs must yield: what decoding makes in it anyway."""
         if self._price is None:
             assert self.costs is not None
             seconds, tokens = self.gain()
             plain = self.costs.verify[0]
             rate = max(1.0 / plain, (1 + tokens) / (plain + seconds))
-            self._price = rate * self._pace.dearness
+            self._price = rate * self._pace.dearness / self._token_worth
         return self._price
 
     def _worth(self, chance: float = 1.0) -> bool:
         assert self.costs is not None
         seconds, tokens = self.gain()
-        return chance * tokens > seconds / self.costs.verify[0]
+        return chance * tokens * self._token_worth > seconds / self.costs.verify[0]
 
     # ---------------------------------------------------------------- decisions
 
@@ -170,19 +173,23 @@ class DraftLength:
         if self.fixed is not None:
             return
         self._price = None
+        self._token_worth = 1.0 if rows == 1 else BATCH_WORTH
         if self.clock is not None:
             power = rows.bit_length()
             if power not in self._paces:
                 self._paces[power] = Pace(self._pace.dearness)
             self._pace = self._paces[power]
-            # Cycles are plain anyway while drafting rests.
-            self.idle = self._rest == 0 and not self._trial and self._pace.wants_plain
             self._started = self.clock()
         if self._rest > 0:
             self._rest -= 1
             if self._rest == 0:
                 self._trial = True
                 self._gain.doubt(TRIAL_WEIGHT)
+        elif not self._trial and not self._worth():
+            self._stop()
+        # Cycles are plain anyway while drafting rests.
+        may_draft = self._rest == 0 and not self._trial
+        self.idle = self.clock is not None and may_draft and self._pace.wants_plain
 
     def pays(self, chance: float = 1.0) -> bool:
         """Whether a model's drafts pay where nothing else guesses right with this chance."""
@@ -251,6 +258,8 @@ class DraftLength:
             gain = total - price * (costs[n] - costs[0])
             if gain > most:
                 best, most = n, gain
+        if best == 0:
+            return Draft(draft.tokens[:, :0], steps=draft.steps)
         return draft.pruned(values, best)
 
     def _values(self, draft: Draft) -> list[list[float]]:
@@ -295,22 +304,17 @@ class DraftLength:
         seconds = self.costs.extra(steps, entries)
         if steps:
             self._gain.learn(seconds, sum(accepted) / len(accepted))
-            self._judge()
+            self._trial = False
+            self._trusted += 1
+            if self._trusted == FIRST_REST:
+                self._next_rest = FIRST_REST
         if self.clock is not None:
             extra = seconds / self.costs.verify[0]
             self._pace.learn(self.clock() - self._started, extra)
         self._acceptance = self._price = None
 
-    def _judge(self) -> None:
-        """After a cycle in which a model drafted: stop drafting where it does not pay."""
-        self._trial = False
-        self._trusted += 1
-        if self.fixed is None and not self._worth():
-            self._stop()
-        elif self._trusted >= FIRST_REST:
-            self._next_rest = FIRST_REST
-
     def _stop(self) -> None:
+        """Let drafting rest, longer each time unless it went on for long in between."""
         assert self.costs is not None
         share = self.gain()[0] / self.costs.verify[0]  # what a trial that yields nothing costs
         self._rest = max(self._next_rest, int(share / TRIAL_SHARE))

@@ -218,7 +218,7 @@ class NgramTreeDrafter(Drafter):
         growth = request.growth
         missed = [1 - growth.chance(row[0], TEXT) if row else 1.0 for row in found.chances]
         beside = _Beside(growth, missed)
-        if self.other.grows or growth.pays(sum(missed) / len(missed)):
+        if growth.pays(sum(missed) / len(missed)):
             draft = self.other.draft(replace(request, growth=beside))
             return _join(draft, found, growth) if found.tokens.shape[1] > 0 else draft
         return found

@@ -280,7 +280,7 @@ def verify(
             generator=sampler.generator,
         ).read(draft.tokens, tree)
     ends = [path[-1] if path else 0 for path in paths]
-    rows.states = _at(states, ends)
+    rows.states = _at(states, ends, device)
     if rows.drafter is not None:
         stays = [[0, *path] for path in paths]
         rows.drafter.observe(Observation(rows.lengths, states, scores, stays))
@@ -309,11 +309,12 @@ def _run(
     return base.head(h), states
 
 
-def _at(states: dict[int, Tensor], ends: Sequence[int]) -> dict[int, Tensor]:
+def _at(states: dict[int, Tensor], ends: Sequence[int], device: torch.device) -> dict[int, Tensor]:
     """States `[R, n, D]` at one entry a row: `[R, 1, D]`."""
-    if len(ends) == 1:
+    if len(set(ends)) == 1:
         return {i: state[:, ends[0] : ends[0] + 1] for i, state in states.items()}
-    return {i: _pick(state, torch.tensor(ends, device=state.device)) for i, state in states.items()}
+    place = torch.tensor(ends, device=device)
+    return {i: _pick(state, place) for i, state in states.items()}
 
 
 def _pick(x: Tensor, place: Tensor) -> Tensor:
