@@ -45,8 +45,9 @@ BITS = {INT8: 8, INT4: 4}
 GROUP = 32  # inputs that share a scale; as in quantized.cpp
 _BLOCK = 32  # outputs stored side by side; as in quantized.cpp
 _SOURCE = Path(__file__).with_name("quantized.cpp")
-_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-mavx2", "-mfma", "-mf16c", "-fopenmp")
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 
 class Grid(NamedTuple):
@@ -263,9 +264,8 @@ def load_kernel() -> None:
     Raises:
         MultirateError: no compiler, it fails, or the cache cannot be written.
     """
-    flags = _FLAGS
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        flags += _AVX512
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    flags = (*_FLAGS, *(_AVX512 if wide else _AVX2))
     key = hashlib.sha256(_SOURCE.read_bytes())
     key.update(repr((flags, torch.__version__, sys.platform)).encode())
     library = cache_folder().parent / "kernels" / f"quantized-{key.hexdigest()[:16]}.so"
