@@ -213,14 +213,18 @@ class NgramTreeDrafter(Drafter):
     def draft(self, request: DraftRequest) -> Draft:
         if request.growth is None:
             return self._first(request)
-        found = self.lookup.draft(request)
-        assert found.chances is not None
         growth = request.growth
+        looked_up = self.lookup.look_up(request.ids, min(request.count, self.lookup.num_tokens))
+        if not any(tokens for tokens, _ in looked_up):
+            if growth.pays():
+                return self.other.draft(request)
+            return Draft(request.last.new_empty((len(looked_up), 0)), steps=())
+        found = self.lookup.as_draft(looked_up, request.last.device)
+        assert found.chances is not None
         missed = [1 - growth.chance(row[0], TEXT) if row else 1.0 for row in found.chances]
         beside = _Beside(growth, missed)
-        if growth.pays(sum(missed) / len(missed)):
-            draft = self.other.draft(replace(request, growth=beside))
-            return _join(draft, found, growth) if found.tokens.shape[1] > 0 else draft
+        if beside.pays():
+            return _join(self.other.draft(replace(request, growth=beside)), found, growth)
         return found
 
     def _first(self, request: DraftRequest) -> Draft:
