@@ -23,6 +23,7 @@ from multirate.models.architectures import ARCHITECTURES
 from multirate.models.base import BaseModel
 from multirate.models.packed import can_pack
 from multirate.models.quantized import (
+    HalfLinear,
     QuantizedLinear,
     is_exact,
     quantize_weight,
@@ -77,6 +78,17 @@ def test_a_layer_multiplies_by_its_rounded_weights(
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64, 96), (45, 70), (1, 5)])
+def test_a_layer_multiplies_by_its_float16_weights(shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(shape[1], shape[0], bias=bias)
+    layer, x = HalfLinear.of(linear), torch.randn(2, 7, shape[1])
+    expected = nn.functional.linear(x, linear.weight.half().float(), linear.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+    assert HalfLinear(torch.randn(64, 96)).nbytes == 2 * 64 * 96
+
+
 @pytest.mark.parametrize(("bits", "steps"), [(4, 15), (8, 254)])
 def test_weights_move_by_half_a_step_at_most(bits: int, steps: int) -> None:
     torch.manual_seed(0)
@@ -118,11 +130,12 @@ def test_weights_on_a_q8_0_grid_are_kept_exactly() -> None:
     assert is_exact((q * d).flatten(1), 8)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int) -> None:
     """Bit for bit: what makes a verified block write what plain steps write."""
     torch.manual_seed(0)
-    layer, x = QuantizedLinear(torch.randn(96, 64), bits=bits), torch.randn(19, 64)
+    weight, x = torch.randn(96, 64), torch.randn(19, 64)
+    layer = HalfLinear(weight) if bits == 16 else QuantizedLinear(weight, bits=bits)
     alone = torch.cat([layer(row[None]) for row in x])
     for n in range(2, 20):
         assert torch.equal(layer(x[:n]), alone[:n])
@@ -141,15 +154,17 @@ def test_the_kernel_of_other_cpus() -> None:
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0 and "14 passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and "21 passed" in run.stdout, run.stdout + run.stderr
 
 
-def test_the_compiler_sees_the_output_shape() -> None:
-    layer = QuantizedLinear(torch.randn(45, 64), bits=4)
-    x = torch.randn(3, 2, 64)
+@pytest.mark.parametrize("bits", [4, 16])
+def test_the_compiler_sees_the_output_shape(bits: int) -> None:
+    weight, x = torch.randn(45, 64), torch.randn(3, 2, 64)
+    layer = HalfLinear(weight) if bits == 16 else QuantizedLinear(weight, bits=bits)
     operator = torch.ops.multirate.quantized_linear.default
-    arguments = (x, layer.weight, layer.scales, layer.bias, 4, 45)
+    arguments = (x, layer.weight, layer.scales, layer.bias, bits, 45)
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert torch.equal(torch.export.export(layer, (x,)).module()(x), layer(x))
 
 
 @torch.inference_mode()

@@ -1,10 +1,12 @@
-// Linear layers with 4- or 8-bit weights for CPUs: x [.., K] float32 to [.., N] float32.
+// Linear layers with 4-, 8- or 16-bit weights for CPUs: x [.., K] float32 to [.., N] float32.
 //
 // A weight is d * q + m: q unsigned, d and m float16, one pair for each output and GROUP inputs (with 8
 // bits m is -128 d and not stored). So a group's sum is d * sum(q x) + m * sum(x), in float32 throughout.
 //
 // weight [N / BLOCK, K / DEPTH, BLOCK] int32: a word holds DEPTH = 32 / BITS inputs of one output.
 // scales [N / BLOCK, K / GROUP, 1 or 2, BLOCK] float16: d, and m where it is stored. N and K are padded.
+// With 16 bits a weight is a float16 itself: weight's words are [N / BLOCK, K, BLOCK] of them, and scales
+// [N / BLOCK, K / GROUP, 0].
 //
 // Every row is summed in the same order, however many rows a call has: a row's result never depends on
 // the rows beside it.
@@ -63,17 +65,23 @@ inline Floats load(const at::Half* p) {
 }
 
 // Number j of a word is cut out where it stands, as q * 2^shift, and multiplied with x * 2^-shift, which
-// is exact and saves a shift for every number. The last one would reach the sign bit, so it is shifted down.
+// is exact and saves a shift for every number. The last one would reach the sign bit: it is shifted down.
 template <int BITS>
 constexpr int shift(int j) {
-  return j < 32 / BITS - 1 ? BITS * j : 0;
+  return BITS < 16 && j < 32 / BITS - 1 ? BITS * j : 0;
 }
 
+// Weights of input j of a row of words, before scales: of LANES outputs from n on.
 template <int BITS>
-inline Floats cut(Words word, int j) {
-  constexpr uint32_t MASK = (1u << BITS) - 1;
-  word = j == 32 / BITS - 1 ? word >> (32 - BITS) : word & (MASK << shift<BITS>(j));
-  return __builtin_convertvector((Ints)word, Floats);
+inline Floats cut(const int32_t* words, int n, int j) {
+  if constexpr (BITS == 16) {
+    return load(reinterpret_cast<const at::Half*>(words) + j * BLOCK + n);
+  } else {
+    constexpr uint32_t MASK = (1u << BITS) - 1;
+    Words word = load(words + n);
+    word = j == 32 / BITS - 1 ? word >> (32 - BITS) : word & (MASK << shift<BITS>(j));
+    return __builtin_convertvector((Ints)word, Floats);
+  }
 }
 
 // How many of the rows left the next tile takes: tiles of like size.
@@ -117,21 +125,21 @@ struct Inputs {
   }
 };
 
-// R rows times V vectors of outputs.
+// R rows times V vectors of outputs of a block, from start on.
 template <int BITS, int R, int V>
 void tile(const float* x, const float* sums, int64_t groups, const int32_t* w, const at::Half* s,
-          Floats (&total)[R][V]) {
+          int start, Floats (&total)[R][V]) {
   constexpr int DEPTH = 32 / BITS;
   for (int64_t g = 0; g < groups; ++g, x += R * GROUP, sums += R) {
     Floats part[R][V] = {};
 #pragma GCC unroll 8
     for (int c = 0; c < GROUP / DEPTH; ++c, w += BLOCK) {
-      for (int i = 0; i < V * LANES; i += LINE) __builtin_prefetch(w + AHEAD + i);
+      for (int i = 0; i < V * LANES; i += LINE) __builtin_prefetch(w + AHEAD + start + i);
 #pragma GCC unroll 8
       for (int j = 0; j < DEPTH; ++j) {
         Floats q[V];
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) q[v] = cut<BITS>(load(w + v * LANES), j);
+        for (int v = 0; v < V; ++v) q[v] = cut<BITS>(w, start + v * LANES, j);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -140,15 +148,19 @@ void tile(const float* x, const float* sums, int64_t groups, const int32_t* w, c
     }
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const at::Half* pair = s + v * LANES;
-      const Floats d = load(pair), m = BITS == 4 ? load(pair + BLOCK) : d * -128.0f;
+      const at::Half* pair = s + start + v * LANES;
+      const Floats d = BITS < 16 ? load(pair) : Floats{}, m = BITS == 4 ? load(pair + BLOCK) : d * -128.0f;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        total[r][v] += d * part[r][v];  // one rounding each, whatever R is
-        total[r][v] += m * sums[r];
+        if (BITS == 16) {
+          total[r][v] += part[r][v];
+        } else {  // one rounding each, whatever R is
+          total[r][v] += d * part[r][v];
+          total[r][v] += m * sums[r];
+        }
       }
     }
-    s += (BITS == 4 ? 2 : 1) * BLOCK;
+    s += (BITS == 4 ? 2 : BITS == 8 ? 1 : 0) * BLOCK;
   }
 }
 
@@ -158,7 +170,7 @@ void rows(const float* x, const float* sums, int64_t groups, const int32_t* w, c
           const float* bias, float* out, int64_t first, int64_t N) {
   for (int start = 0; start < BLOCK; start += V * LANES) {
     Floats total[R][V] = {};
-    tile<BITS, R, V>(x, sums, groups, w + start, s + start, total);
+    tile<BITS, R, V>(x, sums, groups, w, s, start, total);
     for (int v = 0; v < V; ++v) {
       const int64_t n = first + start + v * LANES, count = std::min<int64_t>(LANES, N - n);
       if (count <= 0) return;
@@ -217,7 +229,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   shape.back() = outputs;
   at::Tensor out = at::empty(shape, in.options());
   const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-  const auto run = bits == 4 ? multiply<4> : multiply<8>;
+  const auto run = bits == 4 ? multiply<4> : bits == 8 ? multiply<8> : multiply<16>;
   run(in.const_data_ptr<float>(), M, K, weight, scales, b, out.mutable_data_ptr<float>(), outputs);
   return out;
 }

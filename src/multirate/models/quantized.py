@@ -6,7 +6,8 @@ Q8_0. Weights that came from such a file are therefore kept exactly, and the mod
 float32 form computes; "int8" keeps a matrix in 4 bits where these are exact. Inputs are float32, where
 llama.cpp rounds them to 8 bits. torch's own kernels for such weights take half as long again or twice as
 long, and none takes float16 scales, so `quantized.cpp` has one, built on first use: numbers are cut out
-of 32-bit words beside the multiplications of up to eight rows.
+of 32-bit words beside the multiplications of up to eight rows. The same kernel multiplies float16
+weights (`HalfLinear`).
 
 **On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
 one for 32 inputs, activations bfloat16.
@@ -119,7 +120,44 @@ def is_exact(weight: Tensor, bits: int) -> bool:
     return holds(weight[:_BLOCK]) and holds(weight)
 
 
-class QuantizedLinear(nn.Module):
+class _KernelLinear(nn.Module):
+    """What the kernel computes: `[..., in]` float32 to `[..., out]` float32.
+
+    Args:
+        words: `[out / 32, in / (32 / bits), 32]` int32, `bits` to a weight; as in quantized.cpp.
+        scales: `[out / 32, in / 32, ...]` float16.
+        bias: `[out]` or None.
+        bits: of a weight.
+        outputs: without those that fill a block.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    def __init__(
+        self, words: Tensor, scales: Tensor, bias: Tensor | None, *, bits: int, outputs: int
+    ) -> None:
+        super().__init__()
+        self.bits, self.out_features = bits, outputs
+        self.register_buffer("weight", words)
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if bias is None else bias.detach().float())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and scales that a pass reads."""
+        return self.weight.nbytes + self.scales.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Not self.weight: looking three of them up costs as much as calling the kernel.
+        known = self._buffers
+        out: Tensor = torch.ops.multirate.quantized_linear.default(
+            x, known["weight"], known["scales"], known["bias"], self.bits, self.out_features
+        )
+        return out
+
+
+class QuantizedLinear(_KernelLinear):
     """A linear layer of 4- or 8-bit weights; `[..., in]` float32 to `[..., out]` float32.
 
     Args:
@@ -128,23 +166,15 @@ class QuantizedLinear(nn.Module):
         bits: 4 or 8.
     """
 
-    weight: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, bits: int) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.bits = bits
         grid = quantize_weight(F.pad(weight, (0, 0, 0, -weight.shape[0] % _BLOCK)), bits)
         depth = 32 // bits
         words = grid.q.view(grid.q.shape[0], -1, depth) << (bits * torch.arange(depth)).int()
         # Disjoint bits, whose sum wraps around to the sign as it should.
-        packed = words.sum(-1, dtype=torch.int32)
-        self.register_buffer("weight", _blocks(packed))
-        scales = torch.stack((grid.d, grid.m) if bits == 4 else (grid.d,), dim=-1)
-        self.register_buffer("scales", _blocks(scales))
-        self.register_buffer("bias", None if bias is None else bias.detach().float())
+        packed = _blocks(words.sum(-1, dtype=torch.int32))
+        scales = _blocks(torch.stack((grid.d, grid.m) if bits == 4 else (grid.d,), dim=-1))
+        super().__init__(packed, scales, bias, bits=bits, outputs=weight.shape[0])
+        self.in_features = weight.shape[1]
 
     @classmethod
     def of(cls, linear: nn.Linear, bits: int) -> QuantizedLinear:
@@ -156,16 +186,29 @@ class QuantizedLinear(nn.Module):
             bits = 4
         return cls(linear.weight, linear.bias, bits=bits)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights and scales that a pass reads."""
-        return self.weight.nbytes + self.scales.nbytes
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.multirate.quantized_linear(
-            x, self.weight, self.scales, self.bias, self.bits, self.out_features
-        )
-        return out
+class HalfLinear(_KernelLinear):
+    """A linear layer of float16 weights; `[..., in]` float32 to `[..., out]` float32.
+
+    Args:
+        weight: `[out, in]`, of any type; rounded to float16.
+        bias: `[out]` or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        outputs, inputs = weight.shape
+        padding = (0, -inputs % GROUP, 0, -outputs % _BLOCK)
+        halves = _blocks(F.pad(weight.detach().half(), padding))
+        blocks, padded, _ = halves.shape
+        words = halves.view(torch.int32).view(blocks, padded // 2, _BLOCK)
+        scales = halves.new_empty(blocks, padded // GROUP, 0)
+        super().__init__(words, scales, bias, bits=16, outputs=outputs)
+        self.in_features = inputs
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> HalfLinear:
+        """The float16 form of a linear layer, which itself stays as it is."""
+        return cls(linear.weight, linear.bias)
 
 
 def draft_packer(kind: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
