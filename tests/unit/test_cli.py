@@ -153,7 +153,7 @@ def test_the_option_set_is_frozen() -> None:
             "--no-stream",
             *shared,
         ],
-        "demo": ["--prompt", "--max-new-tokens", "--dtype", "--quantize", "--json"],
+        "demo": ["--prompt", "--max-new-tokens", "--dtype", "--quantize", "--compile", "--json"],
         "synth": [
             "model", "output", "--tokens", "--prompts", "--answers", "--greedy-share",
             "--temperature", "--batch-rows", "--max-answer-tokens",
@@ -242,19 +242,21 @@ def test_text_is_the_librarys_and_numbers_go_to_stderr(
 
 
 def test_compiling_is_announced_and_an_unknown_mode_refused(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path
 ) -> None:
     found = cli("generate", model, "abc", *NEW, *FAST, "--compile", "fast")
     assert (found.code, found.out) == (2, "")
-    assert "'fast'" in found.err and "layers, model" in found.err
+    assert "'fast'" in found.err and "auto, layers, model, none" in found.err
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("multirate.models.compiled._layer", fail)
+    monkeypatch.setattr("multirate.models.ahead._compile", fail)
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
     found = cli("generate", model, "abc", *NEW, *FAST, "--compile", "layers")
     assert found.code == 0 and found.out
-    assert "compiling layers" in found.err and "layers run eagerly" in found.err
+    assert "compiling a decoder layer" in found.err
+    assert "layers run eagerly: no compiler" in found.err
 
 
 def test_the_ways_to_give_a_prompt(cli: Cli, model: Path, engine: Engine, tmp_path: Path) -> None:
@@ -471,8 +473,9 @@ def demo_engine(monkeypatch: pytest.MonkeyPatch, engine: Engine, accelerator: Pa
     stream = Accelerator.from_pretrained(accelerator, engine.base)
     fast = Engine(engine.base, tokenizer=engine.tokenizer, accelerator=stream)
 
-    def load(model: str, accelerator: str, *, dtype: str, quantize: str) -> Engine:
-        assert (model, accelerator, dtype, quantize) == ("smollm2-135m", "default", None, None)
+    def load(model: str, accelerator: str, **how: str) -> Engine:
+        assert (model, accelerator) == ("smollm2-135m", "default")
+        assert how == {"dtype": None, "quantize": None, "compile": "auto"}
         return fast
 
     monkeypatch.setattr(multirate, "load", load)
@@ -761,7 +764,10 @@ def test_sigint_stops_a_running_generate(tmp_path: Path) -> None:
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # if ignored
         "from multirate.cli.main import main; main()"
     )
-    arguments = ["generate", str(model), "abc", "--max-new-tokens", "90000", "--ignore-eos", *FAST]
+    arguments = [
+        "generate", str(model), "abc", "--max-new-tokens", "90000", "--ignore-eos", *FAST,
+        "--compile", "none",
+    ]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -15,7 +15,7 @@ from multirate.models.ahead import AheadOfTime
 from multirate.models.architectures import ARCHITECTURES
 from multirate.models.attention import GROUPED, group_queries
 from multirate.models.base import BaseModel
-from multirate.models.compiled import CompiledStack
+from multirate.models.compiled import CompiledStack, compile_mode
 from multirate.models.packed import can_pack
 from multirate.streams.accelerator import Accelerator
 
@@ -108,8 +108,30 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch: pytest.M
 
 
 def test_an_unknown_mode_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(MultirateError, match=r"'fast'.*layers, model"):
+    with pytest.raises(MultirateError, match=r"'fast'.*layers, model, none"):
         multirate.load("/nowhere", compile="fast")
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "compiler", "chosen"),
+    [
+        ("auto", "cpu", True, "layers"),
+        ("auto", "cpu", False, None),
+        ("auto", "cuda", True, None),
+        ("model", "cuda", False, "model"),
+        ("none", "cpu", True, None),
+        (None, "cpu", True, None),
+    ],
+)
+def test_what_a_mode_stands_for(
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str | None,
+    device: str,
+    compiler: bool,
+    chosen: str | None,
+) -> None:
+    monkeypatch.setattr("multirate.models.compiled.has_compiler", lambda: compiler)
+    assert compile_mode(mode, device) == chosen
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -113,7 +113,7 @@ def speculative(
     ] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
-    compile: Compile = None,
+    compile: Compile = "auto",
     device: Device = None,
     as_json: Json = False,
     output: Annotated[

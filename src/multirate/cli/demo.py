@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from multirate.cli.options import Dtype, Json, Quantize, write_json
+from multirate.cli.options import Compile, Dtype, Json, Quantize, write_json
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.models.embedded import EMBEDDED_NAME
@@ -60,6 +60,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(help="length of the answer, at most")] = 128,
     dtype: Dtype = None,
     quantize: Quantize = None,
+    compile: Compile = "auto",
     as_json: Json = False,
 ) -> None:
     """Decode one prompt plain and accelerated, with the embedded model and its accelerator."""
@@ -79,7 +80,9 @@ def demo(
         import multirate
 
         report(f"Loading {EMBEDDED_NAME}; its first time takes a minute")
-        engine = multirate.load(EMBEDDED_NAME, DEFAULT, dtype=dtype, quantize=quantize)
+        engine = multirate.load(
+            EMBEDDED_NAME, DEFAULT, dtype=dtype, quantize=quantize, compile=compile
+        )
         race = run_race(engine, engine.encode(prompt), options, report=report)
     if as_json:
         write_json(_to_dict(race, prompt=prompt))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli.options import (
-    COMPILING,
     AcceleratorChoice,
     Compile,
     Device,
@@ -77,7 +76,7 @@ def generate(
     ignore_eos: Annotated[bool, _setting("ignore_eos", "--ignore-eos")] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
-    compile: Compile = None,
+    compile: Compile = "auto",
     device: Device = None,
     as_json: Json = False,
     no_stream: Annotated[
@@ -121,9 +120,6 @@ def generate(
         device=device,
         compile=compile,
     )
-    if compile is not None:
-        note(COMPILING[compile])
-        engine.base.warm_up(1)
     pieces = engine.stream(messages, options, raw=raw)
     result = _show(pieces, as_it_comes=not (as_json or no_stream))
     if as_json:

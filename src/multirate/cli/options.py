@@ -27,8 +27,8 @@ AcceleratorChoice = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="of the weights: packed (float16, float32 arithmetic; the default on x86 CPUs), bfloat16 "
-        "(the default elsewhere), float32, float16 or auto"
+        help="of the weights: packed (float16, float32 arithmetic), bfloat16, float32, float16 or auto "
+        "(as stored); default: on x86 CPUs int4 where that is exact, else packed; elsewhere bfloat16"
     ),
 ]
 Quantize = Annotated[
@@ -43,15 +43,11 @@ Compile = Annotated[
     str | None,
     typer.Option(
         "--compile",
-        metavar="layers|model",
-        help="run the model through torch.compile, a layer at a time or as one graph; takes seconds, "
-        "or minutes, the first time (needs g++ on a CPU)",
+        metavar="auto|layers|model|none",
+        help="compile the model, a layer at a time or as one graph, once for a machine; auto: layers "
+        "on a CPU that has a C++ compiler",
     ),
 ]
-COMPILING = {
-    "layers": "compiling layers: half a minute the first time, seconds from the cache",
-    "model": "compiling the model as one graph: minutes",
-}
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 

@@ -57,7 +57,7 @@ def sweep(
     accelerator: AcceleratorChoice = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
-    compile: Compile = None,
+    compile: Compile = "auto",
     device: Device = None,
     as_json: Json = False,
     output: Annotated[

@@ -31,14 +31,17 @@ from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.attention import group_queries
 from multirate.models.base import BaseModel
 from multirate.models.compiled import require_compile_mode
+from multirate.models.kernels import has_compiler
 from multirate.models.loading import (
     decode_dtype,
     end_token_ids,
+    from_gguf,
     load_pretrained,
     quantized_dtype,
     render_chat,
 )
 from multirate.models.packed import PACKED
+from multirate.models.quantized import BITS, INT4
 from multirate.streams.accelerator import Accelerator
 
 # A prompt: text (through the chat template unless raw), chat messages, or token ids.
@@ -415,29 +418,35 @@ def load(
         accelerator: an accelerator folder or hub id; "default" = the one that ships with multirate
             for the embedded model.
         dtype: "float32", "bfloat16", "float16", "auto" (as stored) or "packed": float16 weights packed
-            for the CPU, float32 arithmetic (`models.packed`). Default: packed where that is possible,
-            else bfloat16.
+            for the CPU, float32 arithmetic (`models.packed`). Default: 4-bit weights where the model
+            came as such (`models.quantized`; the same numbers, a quarter of the bytes), else packed
+            where that is possible, else bfloat16.
         quantize: "int8" or "int4": weights of so many bits instead of a dtype (`models.quantized`).
         device: "cpu", "cuda", ...; default the GPU if there is one.
-        compile: "layers" or "model": run layers through `torch.compile` (`models.compiled`). The first
-            generation then takes longer.
+        compile: "layers" or "model": run compiled layers (`models.compiled`), which takes some seconds
+            the first time on a machine; "auto": "layers" on a CPU that has a C++ compiler.
 
     Raises:
         MultirateError: anything that is wrong with the names, files or values; the message says what
             to do.
     """
-    if compile is not None:
-        require_compile_mode(compile)
-    packing = quantize
+    require_compile_mode(compile)
+    packing, maybe_exact = quantize, False
     if quantize is not None:
         stored = quantized_dtype(quantize, dtype, device)
     else:
         chosen = decode_dtype(model, device) if dtype is None else dtype
         packing = PACKED if chosen == PACKED else None
-        stored = torch.float16 if packing else chosen
+        maybe_exact = dtype is None and packing is not None and from_gguf(model) and has_compiler()
+        stored = "auto" if maybe_exact else torch.float16 if packing else chosen
     loaded = load_pretrained(model, dtype=stored, device=device)
     group_queries(loaded.model)
     base = BaseModel(loaded.model)
+    if maybe_exact:
+        if base.is_exact(BITS[INT4]):
+            packing = INT4
+        else:
+            loaded.model.half()
     stream = None
     if accelerator is not None:
         stream = Accelerator.from_pretrained(accelerator, base)
@@ -446,8 +455,7 @@ def load(
         if stream is not None:
             stream.pack(packing)
         base.pack(packing)
-    if compile is not None:
-        base.compile(compile)
+    base.compile(compile)
 
     def stock() -> PreTrainedModel:
         return load_pretrained(model, dtype=None if packing else stored, device=device).model

@@ -23,11 +23,13 @@ from multirate.models.ahead import POSITIONS, ROWS, SLOTS, VISIBLE
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
 from multirate.models.attention import GROUPED
-from multirate.models.compiled import CompiledStack
+from multirate.models.compiled import CompiledStack, compile_mode
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
 from multirate.models.quantized import (
     BITS,
+    GROUP,
     QuantizedLinear,
+    is_exact,
     quantize_with_torchao,
     require_quantizable,
 )
@@ -194,6 +196,11 @@ class BaseModel:
                     parameter.data = parameter.data.float()
         self.lm_head = cast(PackedLinear, self.model.get_output_embeddings())
 
+    def is_exact(self, bits: int) -> bool:
+        """Whether the layers' weights are numbers of so many bits; each matrix' first outputs tell."""
+        linears = [m for m in self.layers.modules() if isinstance(m, nn.Linear)]
+        return all(is_exact(linear.weight[:GROUP], bits) for linear in linears)
+
     def arena(self, *, rows: int, max_len: int) -> KVArena:
         """A new, empty KV arena of this model's shape, type and device."""
         # Graphs are made for arenas with room left: that all slots are seen would be a case of its own.
@@ -351,16 +358,17 @@ class BaseModel:
             [arena.memory(i) for i in indices],
         )
 
-    def compile(self, mode: str) -> None:
+    def compile(self, mode: str | None) -> None:
         """Run layers compiled from now on (`models.compiled`); for decoding only.
 
         Args:
-            mode: "layers" or "model".
+            mode: "layers", "model" or "auto"; "none" or None to run them eagerly.
 
         Raises:
             MultirateError: an unknown mode.
         """
-        self._compiled = CompiledStack(mode, self.device)
+        chosen = compile_mode(mode, self.device)
+        self._compiled = None if chosen is None else CompiledStack(chosen, self.device)
         self._warm.clear()
 
     @property

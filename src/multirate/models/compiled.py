@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from multirate.config.errors import MultirateError
 from multirate.models.ahead import AheadOfTime, KeysValues, Rotary
 from multirate.models.arena import write_slots
+from multirate.models.kernels import has_compiler
 
 COMPILE_MODES = ("layers", "model")
 RECOMPILE_LIMIT = 64
@@ -85,15 +86,32 @@ def run_stack(
     return states
 
 
-def require_compile_mode(mode: str) -> None:
-    """Check a compile mode.
+def compile_mode(mode: str | None, device: torch.device | str) -> str | None:
+    """What a compile option stands for: "layers", "model", or None.
+
+    Args:
+        mode: "auto" is "layers" on a CPU with a C++ compiler, and elsewhere nothing; "none" and None
+            are nothing.
+        device: where the model runs.
 
     Raises:
-        MultirateError: an unknown one.
+        MultirateError: an unknown mode.
     """
-    if mode not in COMPILE_MODES:
+    require_compile_mode(mode)
+    if mode == "auto":
+        return "layers" if torch.device(device).type == "cpu" and has_compiler() else None
+    return None if mode == "none" else mode
+
+
+def require_compile_mode(mode: str | None) -> None:
+    """Check a compile option.
+
+    Raises:
+        MultirateError: an unknown mode.
+    """
+    if mode not in (None, *COMPILE_MODES, "auto", "none"):
         raise MultirateError(
-            f"Unknown compile mode {mode!r}. Use one of: {', '.join(COMPILE_MODES)}."
+            f"Unknown compile mode {mode!r}. Use one of: auto, {', '.join(COMPILE_MODES)}, none."
         )
 
 
@@ -106,13 +124,9 @@ class CompiledStack:
     Args:
         mode: "layers" or "model", for its owner to go by.
         device: where it runs.
-
-    Raises:
-        MultirateError: an unknown mode.
     """
 
     def __init__(self, mode: str, device: torch.device) -> None:
-        require_compile_mode(mode)
         self.mode = mode
         self._run: Callable[..., list[Tensor]] | None
         if device.type == "cpu":

@@ -233,6 +233,11 @@ def batch_dtype(device: torch.device | str) -> torch.dtype:
     return min(seconds, key=lambda dtype: seconds[dtype])
 
 
+def from_gguf(model: str | Path) -> bool:
+    """Whether a model's name is a GGUF file's, or stands for one."""
+    return model == EMBEDDED_NAME or Path(model).suffix == ".gguf"
+
+
 def decode_dtype(model: str | Path, device: str | None) -> str:
     """What decodes a model fastest here: "packed" on an x86 CPU without experts, else "bfloat16".
 
