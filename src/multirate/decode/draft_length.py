@@ -291,6 +291,7 @@ class DraftLength:
             draft: what was verified; None: a chain of each row's length.
             paths: block entries that stay, one list a row.
         """
+        self._acceptance = self._price = None
         depth = max(outcome.drafted for outcome in outcomes)
         steps = (1,) * depth if draft is None or draft.steps is None else draft.steps
         entries = depth if draft is None else draft.tokens.shape[1]
@@ -311,7 +312,6 @@ class DraftLength:
         if self.clock is not None:
             extra = seconds / self.costs.verify[0]
             self._pace.learn(self.clock() - self._started, extra)
-        self._acceptance = self._price = None
 
     def _stop(self) -> None:
         """Let drafting rest, longer each time unless it went on for long in between."""
