@@ -21,7 +21,7 @@ from multirate.decode.engine import Engine
 from multirate.decode.lookup import PromptLookupDrafter
 from multirate.models.base import BaseModel
 from multirate.models.packed import PackedLinear
-from multirate.models.quantized import QuantizedLinear
+from multirate.models.quantized import HalfLinear, QuantizedLinear
 
 STREAM_BYTES = 2**28  # larger than any level of cache, so that it comes from memory
 MATMUL_SIZE = 1024
@@ -111,7 +111,7 @@ def step_weights(base: BaseModel) -> tuple[int, int]:
     parts: list[nn.Module] = [base.layers, base.final_norm, base.lm_head]
     for part in parts:
         for module in part.modules():
-            if isinstance(module, PackedLinear | QuantizedLinear):
+            if isinstance(module, PackedLinear | QuantizedLinear | HalfLinear):
                 count += module.in_features * module.out_features
                 size += module.nbytes
                 continue

@@ -24,7 +24,7 @@ from multirate.config.errors import MultirateError
 from multirate.models import hf
 from multirate.models.base import BaseModel
 from multirate.models.loading import config_fingerprint
-from multirate.models.quantized import draft_packer
+from multirate.models.packing import draft_packer
 from multirate.streams.folder import write_folder
 
 CONFIG_FILE = "rival_config.json"

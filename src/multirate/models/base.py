@@ -25,10 +25,9 @@ from multirate.models.arena import KVArena
 from multirate.models.attention import GROUPED
 from multirate.models.compiled import CompiledStack, compile_mode
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
+from multirate.models.packing import layer_packer
 from multirate.models.quantized import (
-    BITS,
     GROUP,
-    QuantizedLinear,
     is_exact,
     quantize_with_torchao,
     require_quantizable,
@@ -179,16 +178,10 @@ class BaseModel:
         """
         self.require_packable(kind)
         self._packing = kind
-        if kind == PACKED:
-            pack_linears(self.model)
-        elif self.device.type == "cpu":
-            head = self.lm_head
-            pack_linears(
-                self.model, lambda m: QuantizedLinear.of(m, 8 if m is head else BITS[kind])
-            )
-        else:
+        if self.device.type != "cpu":
             quantize_with_torchao(self.model, self.lm_head, kind)
             return
+        pack_linears(self.model, layer_packer(kind, self.lm_head))
         # The rest (norms, biases) is small; embeddings stay half as large and are cast when looked up.
         for module in self.model.modules():
             if not isinstance(module, nn.Embedding):

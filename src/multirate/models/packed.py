@@ -95,9 +95,7 @@ def can_pack(device: torch.device | str) -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack_linears(
-    module: nn.Module, pack: Callable[[nn.Linear], nn.Module] = PackedLinear.of
-) -> None:
+def pack_linears(module: nn.Module, pack: Callable[[nn.Linear], nn.Module]) -> None:
     """Replace every linear layer below a module by what `pack` makes of it, one after the other.
 
     Layers that read the same input are packed as one (`models.siblings`).

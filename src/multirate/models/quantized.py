@@ -25,7 +25,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from torch.nn import functional as F
 
 from multirate.config.errors import MultirateError
 from multirate.models.gguf import cache_folder
-from multirate.models.packed import PACKED, PackedLinear, can_pack
+from multirate.models.packed import can_pack
 
 INT8, INT4 = "int8", "int4"
 QUANTIZATIONS = (INT8, INT4)
@@ -209,19 +208,6 @@ class HalfLinear(_KernelLinear):
     def of(cls, linear: nn.Linear) -> HalfLinear:
         """The float16 form of a linear layer, which itself stays as it is."""
         return cls(linear.weight, linear.bias)
-
-
-def draft_packer(kind: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
-    """What packs a drafter's linear layers beside a base packed as `kind`.
-
-    Beside a quantised base they get 8 bits, for adapters folded into 4-bit weights leave their grid; on
-    CUDA they stay as they are.
-    """
-    if kind == PACKED:
-        return PackedLinear.of
-    if device.type == "cpu":
-        return lambda linear: QuantizedLinear.of(linear, 8)
-    return lambda linear: linear
 
 
 def _blocks(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from multirate.config.errors import MultirateError
 from multirate.models.arena import KVArena
 from multirate.models.base import SLIDING, BaseModel, Block
 from multirate.models.packed import PACKED
-from multirate.models.quantized import draft_packer
+from multirate.models.packing import draft_packer
 from multirate.streams.entry import CarryEntry, FusedInputs
 from multirate.streams.layers import LeanLayer, Prefix, TiedLayer
 

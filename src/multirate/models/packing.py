@@ -1,0 +1,62 @@
+"""Which form a linear layer's weights get: FBGEMM's, our own kernel's, torchao's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+
+from multirate.config.errors import MultirateError
+from multirate.models.kernels import has_compiler
+from multirate.models.packed import PACKED, PackedLinear
+from multirate.models.quantized import BITS, HalfLinear, QuantizedLinear, load_kernel
+
+Packer = Callable[[nn.Linear], nn.Module]
+
+# Bits of what only drafts: a verify pass corrects it, so speed is all that counts. Adapters that were
+# folded into 4-bit weights leave their grid, hence not 4.
+DRAFT_BITS = 8
+
+
+def layer_packer(kind: str, head: nn.Module) -> Packer:
+    """What packs a base model's linear layers on a CPU.
+
+    Args:
+        kind: "packed", "int8" or "int4".
+        head: its LM head, which keeps at least 8 bits: it is where rounding shows most.
+    """
+    if kind == PACKED:
+        return HalfLinear.of if _prefers_own_half() else PackedLinear.of
+    bits = BITS[kind]
+    return lambda linear: QuantizedLinear.of(linear, 8 if linear is head else bits)
+
+
+def draft_packer(kind: str, device: torch.device) -> Packer:
+    """What packs a drafter's linear layers beside a base packed as `kind`.
+
+    On CUDA they stay as they are.
+    """
+    if device.type != "cpu":
+        return lambda linear: linear
+    if kind == PACKED and not _has_kernel():
+        return PackedLinear.of
+    return lambda linear: QuantizedLinear.of(linear, DRAFT_BITS)
+
+
+def _prefers_own_half() -> bool:
+    """Our kernel reads float16 faster than FBGEMM on AVX-512, and slower without it."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _has_kernel()
+
+
+@cache
+def _has_kernel() -> bool:
+    """Whether there is our own kernel, or can be."""
+    if not has_compiler():
+        return False
+    try:
+        load_kernel()
+    except MultirateError:  # then FBGEMM serves as well
+        return False
+    return True

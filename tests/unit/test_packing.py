@@ -1,0 +1,64 @@
+"""Which form a linear layer's weights get."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from multirate.config.errors import MultirateError
+from multirate.models import packing
+from multirate.models.packed import PackedLinear, can_pack
+from multirate.models.quantized import HalfLinear, QuantizedLinear
+
+pytestmark = [
+    pytest.mark.skipif(not can_pack("cpu"), reason="FBGEMM is for x86 CPUs with AVX2"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the kernel needs g++"),
+]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    packing._has_kernel.cache_clear()
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(32, 32, bias=False)
+
+
+@pytest.mark.parametrize(("cpu", "form"), [("AVX512", HalfLinear), ("AVX2", PackedLinear)])
+def test_packed_is_the_faster_of_two_kernels(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, form: type
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    head = linear()
+    assert isinstance(packing.layer_packer("packed", head)(linear()), form)
+    assert isinstance(packing.layer_packer("packed", head)(head), form)
+
+
+def fails() -> None:
+    raise MultirateError("it does not build")
+
+
+@pytest.mark.parametrize("what", ["has_compiler", "load_kernel"])
+def test_without_our_kernel_packed_is_fbgemms(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(packing, what, {"has_compiler": lambda: False, "load_kernel": fails}[what])
+    assert isinstance(packing.layer_packer("packed", linear())(linear()), PackedLinear)
+    assert isinstance(packing.draft_packer("packed", CPU)(linear()), PackedLinear)
+
+
+@pytest.mark.parametrize("kind", ["packed", "int8", "int4"])
+def test_drafts_come_from_8_bits(kind: str) -> None:
+    drafting = packing.draft_packer(kind, CPU)(linear())
+    assert isinstance(drafting, QuantizedLinear) and drafting.bits == 8
+
+
+def test_a_head_keeps_8_bits() -> None:
+    head = linear()
+    pack = packing.layer_packer("int4", head)
+    bits = [packed.bits for packed in (pack(head), pack(linear()))]  # type: ignore[union-attr]
+    assert bits == [8, 4]
