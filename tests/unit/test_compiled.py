@@ -54,7 +54,7 @@ def logits(base: BaseModel, starts: list[int], n: int, *, tree: bool = False) ->
 )
 def test_compiled_layers_compute_what_eager_ones_do(name: str, mode: str, batch: bool) -> None:
     model = tiny_model(name, num_hidden_layers=2)
-    group_queries(model)
+    group_queries(model, kernel=False)
     base = BaseModel(model)
     cases = [([9], 1, False), ([9], 4, False), ([20], 6, True)]
     cases += [([11, 7, 3], 1, False), ([5, 8], 3, True)] if batch else []
@@ -142,7 +142,7 @@ def test_grouped_attention_computes_what_sdpa_does(name: str) -> None:
     expected = [logits(base, starts, n) for starts, n in sizes]
     stock = model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=8, do_sample=False)
     before = model.config._attn_implementation
-    group_queries(model)
+    group_queries(model, kernel=False)
     assert model.config._attn_implementation == (GROUPED if before == "sdpa" else before)
     for (starts, n), want in zip(sizes, expected, strict=True):
         torch.testing.assert_close(logits(base, starts, n), want, rtol=1e-5, atol=1e-5)

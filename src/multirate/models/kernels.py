@@ -1,9 +1,23 @@
-"""C++ operators: whether they can be built here."""
+"""C++ operators: whether they can be built here; building and loading them."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from multirate.config.errors import MultirateError
+from multirate.models.cache import build_once
+
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 
 def find_compiler() -> str | None:
@@ -13,3 +27,57 @@ def find_compiler() -> str | None:
 
 def has_compiler() -> bool:
     return find_compiler() is not None
+
+
+@cache
+def load_library(source: Path, what: str) -> None:
+    """Load the operators of a C++ source on an x86 CPU with AVX2, building them if no earlier run has.
+
+    They are built for AVX-512 where torch uses that itself, else for AVX2 (ATEN_CPU_CAPABILITY=avx2 asks
+    for that). The library's name stands for the source, the flags and torch's version.
+
+    Args:
+        source: the C++ file.
+        what: what it is, for messages: "the kernel for ...".
+
+    Raises:
+        MultirateError: no compiler, it fails, or the cache cannot be written.
+    """
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    flags = (*_FLAGS, *(_AVX512 if wide else _AVX2))
+    key = hashlib.sha256(source.read_bytes())
+    key.update(repr((flags, torch.__version__, sys.platform)).encode())
+    try:
+        library = build_once(
+            f"{source.stem}-{key.hexdigest()[:16]}.so",
+            lambda path: _build(source, what, flags, path),
+        )
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise MultirateError(
+            f"Could not build or load {what}: {error}. Point MULTIRATE_CACHE to a writable folder."
+        ) from None
+
+
+def _build(source: Path, what: str, flags: tuple[str, ...], path: Path) -> None:
+    compiler = find_compiler()
+    if compiler is None:
+        raise MultirateError(
+            f"A C++ compiler is needed once, to build {what}, and there is no g++. Install it (Debian: "
+            f"apt install g++), or name one in CXX."
+        )
+    print(f"multirate: building {what} (once; under a minute)", file=sys.stderr, flush=True)
+    folder = Path(torch.__file__).parent
+    run = subprocess.run(
+        [
+            compiler, *flags, f"-isystem{folder / 'include'}", str(source),
+            "-o", str(path), f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu",
+        ],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    if run.returncode != 0:
+        lines = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
+        raise MultirateError(
+            f"{compiler} could not build {what}: {lines[0].strip()}. Use g++ 10 or newer."
+        )
