@@ -92,15 +92,14 @@ class KVArena(Cache):
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
         )
-        shape = (rows, config.num_key_value_heads, max_len, head_dim)
-
-        # Zeros, not empty: a masked slot still enters the product with weight 0, and 0 * NaN is NaN.
-        def zeros() -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        super().__init__(
-            layers=[ArenaLayer(zeros(), zeros()) for _ in range(config.num_hidden_layers)]
+        # One tensor, [layers, keys and values, rows, kv_heads, max_len, head_dim]: what is done to all
+        # layers alike is one operation. Zeros, not empty: a masked slot still enters the product with
+        # weight 0, and 0 * NaN is NaN.
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        self._all = torch.zeros(
+            (layers, 2, rows, heads, max_len, head_dim), dtype=dtype, device=device
         )
+        super().__init__(layers=[ArenaLayer(keys, values) for keys, values in self._all])
 
     @property
     def rows(self) -> int:
@@ -130,14 +129,14 @@ class KVArena(Cache):
 
         All are read before any is written, so sources and targets may overlap.
         """
-        device = self.layers[0].keys.device
+        device = self._all.device
         row, source, target = (torch.tensor(x, device=device) for x in (rows, sources, targets))
-        for layer in self.layers:
-            layer.keys[row, :, target] = layer.keys[row, :, source]
-            layer.values[row, :, target] = layer.values[row, :, source]
+        self._all[:, :, row, :, target] = self._all[:, :, row, :, source]
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only the given rows (`[kept]` indices, in this order); the others' memory is freed."""
-        for layer in self.layers:
-            layer.keys = layer.keys.index_select(0, rows)
-            layer.values = layer.values.index_select(0, rows)
+        """Keep only the given rows (`[kept]` indices, in this order). Memory is freed with the arena."""
+        kept = len(rows)
+        for layer, (keys, values) in zip(self.layers, self._all, strict=True):
+            keys[:kept], values[:kept] = keys[rows], values[rows]  # one layer's copy at a time
+            layer.keys, layer.values = keys[:kept], values[:kept]
+        self._all = self._all[:, :, :kept]
