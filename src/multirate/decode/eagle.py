@@ -16,8 +16,6 @@ from torch import Tensor
 
 from multirate.decode.drafter import Draft, DraftRequest, Observation
 from multirate.decode.stream import StreamDrafter
-from multirate.models.arena import ArenaLayer, KVArena
-from multirate.models.base import BaseModel
 from multirate.streams.accelerator import Accelerator, Carried
 
 # The first position with features before it. Own slots count from it: attention sees differences only.
@@ -37,7 +35,7 @@ class OwnKvRun(StreamDrafter):
         self.accelerator, base = accelerator, accelerator.base
         config = accelerator.config
         layers = {config.source_layer(i) for i in config.schedule.layers}
-        self.arena = _arena_of(base, layers, rows=rows, max_len=max_len)
+        self.arena = base.arena(rows=rows, max_len=max_len, only=layers)
         self.features = {
             i: torch.zeros(rows, max_len, base.hidden_size, dtype=base.dtype, device=base.device)
             for i in accelerator.carry_layers
@@ -94,13 +92,3 @@ class OwnKvRun(StreamDrafter):
         self.read = [length + 1 for length in lengths]
         last = torch.tensor([len(text) - 1 for text in texts], device=base.device)
         return Carried((start[rows, last][:, None], end[rows, last][:, None]), own=True)
-
-
-def _arena_of(base: BaseModel, layers: set[int], *, rows: int, max_len: int) -> KVArena:
-    """An arena with room in some layers only."""
-    arena = base.arena(rows=rows, max_len=0)
-    for i in layers:
-        keys = arena.layers[i].keys
-        shape = (*keys.shape[:2], max_len, keys.shape[3])
-        arena.layers[i] = ArenaLayer(keys.new_zeros(shape), keys.new_zeros(shape))
-    return arena

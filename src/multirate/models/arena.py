@@ -8,7 +8,7 @@ the next write overwrites it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 def write_slots(target: Tensor, slots: Tensor, states: Tensor) -> None:
     """Write `[rows, kv_heads, n, head_dim]` to slots `[rows, n]` of `[rows, kv_heads, L, head_dim]`."""
-    rows = torch.arange(target.shape[0], device=target.device)[
-        :, None
-    ]  # `len` would fix a graph's size
+    # Not `len(target)`, which would fix a graph to one number of rows.
+    rows = torch.arange(target.shape[0], device=target.device)[:, None]
     target[rows, :, slots] = states.transpose(1, 2)
 
 
@@ -78,6 +77,7 @@ class KVArena(Cache):
         max_len: slots in each row (tokens, drafts included).
         dtype: storage type of keys and values.
         device: where they live.
+        only: layers that have slots at all; None for all of them.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class KVArena(Cache):
         max_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        only: Collection[int] | None = None,
     ) -> None:
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
@@ -95,24 +96,26 @@ class KVArena(Cache):
         # One tensor, [layers, keys and values, rows, kv_heads, max_len, head_dim]: what is done to all
         # layers alike is one operation. Zeros, not empty: a masked slot still enters the product with
         # weight 0, and 0 * NaN is NaN.
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
-        self._all = torch.zeros(
-            (layers, 2, rows, heads, max_len, head_dim), dtype=dtype, device=device
-        )
-        super().__init__(layers=[ArenaLayer(keys, values) for keys, values in self._all])
+        every = range(config.num_hidden_layers)
+        self._held = sorted(every if only is None else only)
+        shape = (2, rows, config.num_key_value_heads, max_len, head_dim)
+        self._all = torch.zeros((len(self._held), *shape), dtype=dtype, device=device)
+        none = self._all.new_zeros((rows, config.num_key_value_heads, 0, head_dim))
+        held = dict(zip(self._held, self._all, strict=True))
+        super().__init__(layers=[ArenaLayer(*held.get(i, (none, none))) for i in every])
 
     @property
     def rows(self) -> int:
-        return int(self.layers[0].keys.shape[0])
+        return int(self._all.shape[2])
 
     @property
     def max_len(self) -> int:
-        return int(self.layers[0].keys.shape[2])
+        return int(self._all.shape[4])
 
     @property
     def nbytes(self) -> int:
         """Bytes held by all keys and values."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)
+        return self._all.nbytes
 
     def memory(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each `[rows, kv_heads, max_len, head_dim]`."""
@@ -136,7 +139,7 @@ class KVArena(Cache):
     def keep(self, rows: Tensor) -> None:
         """Keep only the given rows (`[kept]` indices, in this order). Memory is freed with the arena."""
         kept = len(rows)
-        for layer, (keys, values) in zip(self.layers, self._all, strict=True):
+        for i, (keys, values) in zip(self._held, self._all, strict=True):
             keys[:kept], values[:kept] = keys[rows], values[rows]  # one layer's copy at a time
-            layer.keys, layer.values = keys[:kept], values[:kept]
+            self.layers[i].keys, self.layers[i].values = keys[:kept], values[:kept]
         self._all = self._all[:, :, :kept]

@@ -10,7 +10,7 @@ Shapes: B rows, n block positions, L attended slots, D hidden size, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -194,12 +194,17 @@ class BaseModel:
         linears = [m for m in self.layers.modules() if isinstance(m, nn.Linear)]
         return all(is_exact(linear.weight[:GROUP], bits) for linear in linears)
 
-    def arena(self, *, rows: int, max_len: int) -> KVArena:
-        """A new, empty KV arena of this model's shape, type and device."""
+    def arena(self, *, rows: int, max_len: int, only: Collection[int] | None = None) -> KVArena:
+        """A new, empty KV arena of this model's shape, type and device; see `KVArena`."""
         # Graphs are made for arenas with room left: that all slots are seen would be a case of its own.
         spare = 0 if self._compiled is None else 1
         return KVArena(
-            self.config, rows=rows, max_len=max_len + spare, dtype=self.dtype, device=self.device
+            self.config,
+            rows=rows,
+            max_len=max_len + spare,
+            dtype=self.dtype,
+            device=self.device,
+            only=only,
         )
 
     def block(
