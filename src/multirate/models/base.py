@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from multirate.config.errors import MultirateError
@@ -237,6 +238,8 @@ class BaseModel:
         keys = torch.arange(visible, device=device)
         if block_mask is None:
             seen = keys <= slots[..., None]  # [B, n, L]
+        elif len(set(starts)) == 1:
+            seen = F.pad(block_mask, (starts[0], 0), value=True).expand(len(starts), n, -1)
         else:
             seen = (keys < start[..., None]).expand(-1, n, -1).clone()
             columns = slots[:, None, :].expand(-1, n, -1)
