@@ -42,13 +42,14 @@ def test_nothing_is_lost(kind: str, int4: Engine) -> None:
     """Its file has Q4_1 layers and a Q8_0 head: "int8" finds that 4 bits hold the layers."""
     engine = int4 if kind == "int4" else multirate.load(EMBEDDED_NAME, quantize=kind, device="cpu")
     layers = [m for m in engine.base.model.modules() if isinstance(m, QuantizedLinear)]
-    assert sorted(m.bits for m in layers) == [4] * 210 + [8]
+    assert sorted(m.bits for m in layers) == [4] * 120 + [8]  # siblings are one
     text = "The tides are caused by the moon, whose gravity pulls the oceans towards it."
     ids = torch.tensor([engine.tokenizer(text).input_ids])
     full = multirate.load(EMBEDDED_NAME, dtype="float32", device="cpu")
     expected, found = log_probabilities(full, ids), log_probabilities(engine, ids)
-    # float32 sums in another order, nothing else.
-    assert (found - expected).abs().max() < 2e-3
+    # The same weights: sums in another order, and with AVX512-VNNI inputs of 16 bits, are all there is.
+    assert (found - expected).abs().max() < 2e-2
+    assert (expected.exp() * (expected - found)).sum(-1).mean() < 1e-6
 
 
 def test_the_accelerator_is_accepted_as_before(int4: Engine) -> None:
