@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from test_stream_steps import shaken
 from tiny_models import tiny_model
 
 from multirate.config.generation import GenerationOptions
 from multirate.decode.costs import StepCosts
 from multirate.decode.draft_length import DraftLength
+from multirate.decode.drafter import MODEL, TEXT, Draft
 from multirate.decode.engine import Engine
 from multirate.decode.outcomes import PLAIN_KEPT, Outcome, Pace
 from multirate.models.base import BaseModel
@@ -134,3 +137,22 @@ def test_what_is_learned_of_cycles_is_kept_unless_a_seed_fixes_the_output() -> N
     assert first is not second and first.clock is None is second.clock
     texts = [engine.generate(p, seeded, max_new_tokens=24).token_ids for p in prompts * 3]
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_rows_of_lookups_are_not_charged_to_the_model() -> None:
+    """They are verified whether a model drafts beside them or not."""
+    costs = StepCosts(verify=tuple(1.0 + 0.1 * n for n in range(17)), draft=(0.2,))
+    length = DraftLength(costs, max_drafts=4, prior=(0.5,), width=None)
+    tokens = torch.arange(9)[None]
+    draft = Draft(
+        tokens,
+        torch.tensor([[-1, -1, *range(1, 8)]]),
+        chances=[[0.5] * 9],
+        kinds=[[MODEL] + [TEXT] * 8],
+        steps=(1,),
+    )
+    for _ in range(500):
+        length.begin(1)
+        length.update([Outcome(drafted=1, accepted=1, entries=9)], draft, [[1]])
+    assert length.gain() == pytest.approx((0.3, 1.0), rel=1e-3)
+    assert length.pays()

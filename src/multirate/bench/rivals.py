@@ -111,7 +111,7 @@ RIVALS: dict[str, Rival] = {
 
 
 def _load_like(engine: Engine, model: str, accelerator: Path | None = None) -> Engine:
-    """Load a model in the form of one that is loaded."""
+    """Load a model in the form of one that is loaded, compiled if that is."""
     kind = engine.base.dtype_name
     quantized = kind in QUANTIZATIONS
     return load(
@@ -120,6 +120,7 @@ def _load_like(engine: Engine, model: str, accelerator: Path | None = None) -> E
         dtype=None if quantized else kind,
         quantize=kind if quantized else None,
         device=str(engine.base.device),
+        compile=engine.base.compile_mode,
     )
 
 

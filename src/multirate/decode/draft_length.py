@@ -28,8 +28,9 @@ RUNNER_UP_PRIOR = (0.2, 0.1, 0.07)
 # earlier, but the batch ends with its last row.
 BATCH_WORTH = 0.8
 
-# Drafting that was stopped is tried again for a cycle, after twice as many cycles each time.
-FIRST_REST, LAST_REST = 32, 512  # cycles
+# Drafting that was stopped is tried again for a cycle, after twice as many cycles each time. A long rest
+# saves little, and misses text that is easier to draft.
+FIRST_REST, LAST_REST = 16, 64  # cycles
 TRIAL_SHARE = 0.02  # most of the time that trials may cost
 TRIAL_WEIGHT = 4.0  # cycles that what was seen before a trial counts as
 
@@ -304,7 +305,8 @@ class DraftLength:
             return
         seconds = self.costs.extra(steps, entries)
         if steps:
-            self._gain.learn(seconds, sum(accepted) / len(accepted))
+            own = self.costs.extra(steps, self._drafted_by_model(draft, entries))
+            self._gain.learn(own, sum(accepted) / len(accepted))
             self._trial = False
             self._trusted += 1
             if self._trusted == FIRST_REST:
@@ -312,6 +314,13 @@ class DraftLength:
         if self.clock is not None:
             extra = seconds / self.costs.verify[0]
             self._pace.learn(self.clock() - self._started, extra)
+
+    @staticmethod
+    def _drafted_by_model(draft: Draft | None, entries: int) -> int:
+        """Of the entries of a cycle: lookups are verified whether a model drafts beside them or not."""
+        if draft is None or draft.kinds is None:
+            return entries
+        return max(sum(kind == MODEL for kind in kinds[:entries]) for kinds in draft.kinds)
 
     def _stop(self) -> None:
         """Let drafting rest, longer each time unless it went on for long in between."""
