@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import multirate
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
-from multirate.models import quantized
+from multirate.models import kernels, quantized
 from multirate.models.architectures import ARCHITECTURES
 from multirate.models.base import BaseModel
 from multirate.models.packed import can_pack
@@ -64,7 +64,7 @@ def is_near(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bo
         x.double(), weight.double(), bias if bias is None else bias.double()
     )
     error = ((found - expected).square().mean() / expected.square().mean()).sqrt()
-    return bool(error < (5e-5 if quantized._vectors() == quantized._VNNI else 1e-6))
+    return bool(error < (5e-5 if kernels.vector_flags() == kernels._VNNI else 1e-6))
 
 
 def logits(base: BaseModel, ids: Tensor) -> Tensor:
@@ -176,10 +176,12 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int) -> None:
 @pytest.mark.parametrize("vectors", ["_AVX2", "_AVX512"])
 def test_the_kernel_of_other_cpus(vectors: str) -> None:
     """What CPUs with less than this one compute: the tests above, in a process that is told to."""
-    if len(getattr(quantized, vectors)) >= len(quantized._vectors()):
+    if len(getattr(kernels, vectors)) >= len(kernels.vector_flags()):
         pytest.skip("this is what the other tests run, or more than the CPU has")
-    told = f"quantized._vectors = lambda: quantized.{vectors}"
-    code = f"import sys, pytest; from multirate.models import quantized; {told}; sys.exit(pytest.main())"
+    told = f"kernels.vector_flags = lambda: kernels.{vectors}"
+    code = (
+        f"import sys, pytest; from multirate.models import kernels; {told}; sys.exit(pytest.main())"
+    )
     these = "test_a_layer_multiplies or test_a_row_does_not"
     run = subprocess.run(
         [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", __file__, "-k", these],
@@ -210,7 +212,7 @@ def test_logits_are_those_of_the_rounded_weights(name: str) -> None:
         assert not [m for m in base.model.modules() if isinstance(m, nn.Linear)]
         expected = logits(BaseModel(on_grid(tiny_model(name), bits)), ids)
         error = (logits(base, ids) - expected).square().mean() / expected.square().mean()
-        assert error.sqrt() < (5e-4 if quantized._vectors() == quantized._VNNI else 2e-5)
+        assert error.sqrt() < (5e-4 if kernels.vector_flags() == kernels._VNNI else 2e-5)
 
 
 @torch.inference_mode()
@@ -337,7 +339,7 @@ def test_torchao_gets_each_layer_once_and_the_head_as_int8(
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MultirateError, match=r"need a C.. compiler once.*--dtype packed"):
+    with pytest.raises(MultirateError, match=r"A C.. compiler is needed once.*--dtype packed"):
         quantized.load_kernel.__wrapped__()
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from multirate.models.cache import build_once
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_VNNI = (*_AVX512, "-mavx512vnni")
 
 
 def find_compiler() -> str | None:
@@ -29,12 +29,12 @@ def has_compiler() -> bool:
     return find_compiler() is not None
 
 
-@cache
 def load_library(source: Path, what: str) -> None:
     """Load the operators of a C++ source on an x86 CPU with AVX2, building them if no earlier run has.
 
-    They are built for AVX-512 where torch uses that itself, else for AVX2 (ATEN_CPU_CAPABILITY=avx2 asks
-    for that). The library's name stands for the source, the flags and torch's version.
+    They are built for AVX-512 where torch uses that itself, with VNNI where the CPU has it, else for
+    AVX2 (ATEN_CPU_CAPABILITY=avx2 asks for that). The library's name stands for the source, the flags
+    and torch's version.
 
     Args:
         source: the C++ file.
@@ -43,8 +43,7 @@ def load_library(source: Path, what: str) -> None:
     Raises:
         MultirateError: no compiler, it fails, or the cache cannot be written.
     """
-    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    flags = (*_FLAGS, *(_AVX512 if wide else _AVX2))
+    flags = (*_FLAGS, *vector_flags())
     key = hashlib.sha256(source.read_bytes())
     key.update(repr((flags, torch.__version__, sys.platform)).encode())
     try:
@@ -57,6 +56,13 @@ def load_library(source: Path, what: str) -> None:
         raise MultirateError(
             f"Could not build or load {what}: {error}. Point MULTIRATE_CACHE to a writable folder."
         ) from None
+
+
+def vector_flags() -> tuple[str, ...]:
+    """Compiler flags for the vectors of this CPU."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return _AVX2
+    return _VNNI if torch.cpu._is_vnni_supported() else _AVX512
 
 
 def _build(source: Path, what: str, flags: tuple[str, ...], path: Path) -> None:

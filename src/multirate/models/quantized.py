@@ -19,24 +19,17 @@ longer be trained, saved or moved to another device.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multirate.config.errors import MultirateError
-from multirate.models.gguf import cache_folder
+from multirate.models.kernels import load_library
 from multirate.models.packed import can_pack
 
 INT8, INT4 = "int8", "int4"
@@ -46,10 +39,6 @@ BITS = {INT8: 8, INT4: 4}
 GROUP = 32  # inputs that share a scale; as in quantized.cpp
 _BLOCK = 32  # outputs stored side by side; as in quantized.cpp
 _SOURCE = Path(__file__).with_name("quantized.cpp")
-_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_VNNI = (*_AVX512, "-mavx512vnni")
 
 
 class Grid(NamedTuple):
@@ -288,29 +277,13 @@ def quantize_with_torchao(model: nn.Module, head: nn.Module, kind: str) -> None:
 def load_kernel() -> None:
     """Make `torch.ops.multirate.quantized_linear` exist, building it if no earlier run has.
 
-    It is built for AVX-512 where torch uses that itself, with VNNI where the CPU has it, else for AVX2
-    (ATEN_CPU_CAPABILITY=avx2 asks for that). The library is kept in the cache under a name that stands
-    for the source, the flags and torch's version, and appears there whole or not at all.
-
     Raises:
         MultirateError: no compiler, it fails, or the cache cannot be written.
     """
-    flags = (*_FLAGS, *_vectors())
-    key = hashlib.sha256(_SOURCE.read_bytes())
-    key.update(repr((flags, torch.__version__, sys.platform)).encode())
-    library = cache_folder().parent / "kernels" / f"quantized-{key.hexdigest()[:16]}.so"
     try:
-        if not library.is_file():
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(library.with_suffix(".lock")):
-                if not library.is_file():
-                    _build(library, flags)
-        torch.ops.load_library(library)
-    except OSError as error:
-        raise MultirateError(
-            f"Could not build or load the kernel for quantised weights in {library.parent}: {error}. "
-            f"Point MULTIRATE_CACHE to a writable folder, or use --dtype packed."
-        ) from None
+        load_library(_SOURCE, "the kernel for quantised weights")
+    except MultirateError as error:
+        raise MultirateError(f"{error} Or use --dtype packed.") from None
 
     def shape(
         x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, bits: int, outputs: int
@@ -318,42 +291,3 @@ def load_kernel() -> None:
         return x.new_empty((*x.shape[:-1], outputs))
 
     torch.library.register_fake("multirate::quantized_linear", shape)  # for torch.compile
-
-
-def _vectors() -> tuple[str, ...]:
-    """Flags for the vectors of this CPU."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return _AVX2
-    return _VNNI if torch.cpu._is_vnni_supported() else _AVX512
-
-
-def _build(library: Path, flags: tuple[str, ...]) -> None:
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++"))), None)
-    if compiler is None:
-        raise MultirateError(
-            "Quantised weights on a CPU need a C++ compiler once, to build their kernel, and there is "
-            "no g++. Install it (Debian: apt install g++; or name one in CXX), or use --dtype packed."
-        )
-    print(
-        "multirate: building the kernel for quantised weights (once; under a minute)",
-        file=sys.stderr,
-        flush=True,
-    )
-    torch_folder = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        partial = Path(folder) / library.name
-        run = subprocess.run(
-            [
-                compiler, *flags, f"-isystem{torch_folder / 'include'}", str(_SOURCE),
-                "-o", str(partial), f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu",
-            ],
-            capture_output=True,
-            text=True,
-        )  # fmt: skip
-        if run.returncode != 0:
-            lines = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
-            raise MultirateError(
-                f"{compiler} could not build the kernel for quantised weights: {lines[0].strip()}. "
-                f"Use g++ 10 or newer, or --dtype packed."
-            )
-        os.replace(partial, library)
