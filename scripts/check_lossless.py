@@ -1,6 +1,7 @@
 """Speculative against plain decoding, greedy, over a whole prompt set in batches.
 
     python scripts/check_lossless.py [--model smollm2-135m] [--dtype float32] [--prompts mt_bench]
+    python scripts/check_lossless.py --quantize int4 --compile layers --draft-width 3
 
 Prints how many prompts give the same token ids, and the mean acceptance length at a fixed number of
 drafts. Batches make it several times faster than `multirate bench`, which times one prompt at a time;
@@ -21,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--accelerator", default="default", help="folder; default: what ships")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", help="default: float32")
+    parser.add_argument("--quantize", help="int8 or int4, in place of a dtype")
+    parser.add_argument("--compile", help="layers or model; default: none")
     parser.add_argument("--prompts", default="mt_bench")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--num-draft-tokens", type=int, default=4)
@@ -31,7 +34,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first so many prompts")
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()
-    engine = multirate.load(args.model, args.accelerator, dtype=args.dtype)
+    dtype = args.dtype or (None if args.quantize else "float32")
+    engine = multirate.load(
+        args.model,
+        args.accelerator,
+        dtype=dtype,
+        quantize=args.quantize,
+        compile=args.compile,
+    )
     prompts = [
         engine.encode(row.content, raw=row.raw)
         for row in read_prompts(args.prompts, limit=args.limit).rows
@@ -69,7 +79,7 @@ def main() -> None:
         )
     rates = ", ".join(f"{a / drafts:.3f}" for a in at)
     print(
-        f"{Path(args.model).name}, {args.dtype}, greedy, {args.max_new_tokens} new tokens, "
+        f"{Path(args.model).name}, {engine.base.dtype_name}, greedy, {args.max_new_tokens} new tokens, "
         f"{args.num_draft_tokens} drafts, width {args.draft_width}: "
         f"mean acceptance length {1 + accepted / drafts:.3f}; "
         f"accepted up to position 1, 2, ...: {rates}"
