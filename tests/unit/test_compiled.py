@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +32,11 @@ def libraries(base: BaseModel) -> int:
 
 
 @torch.inference_mode()
-def logits(base: BaseModel, starts: list[int], n: int, *, tree: bool = False) -> torch.Tensor:
-    """Of a block behind texts of these lengths, which were run before it."""
+def logits(
+    base: BaseModel, starts: list[int], n: int, *, tree: bool = False, last: int | None = None
+) -> torch.Tensor:
+    """Of a block behind texts of these lengths, which were run before it; or of its last positions,
+    which are run again."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(base.vocab_size, (len(starts), max(starts) + n), generator=generator)
     arena = base.arena(rows=len(starts), max_len=64)
@@ -45,7 +49,10 @@ def logits(base: BaseModel, starts: list[int], n: int, *, tree: bool = False) ->
         shape = {"depths": torch.arange(n).clamp(max=1), "block_mask": mask}
     block = base.block(starts, n, **shape)
     h = base.embed(ids[:, max(starts) :])
-    return base.head(base.run_layers(h, 0, base.num_layers, block, arena))
+    out = base.run_layers(h, 0, base.num_layers, block, arena)
+    if last is not None:
+        out = base.run_layers(h[:, -last:], 0, base.num_layers, block.tail(last), arena)
+    return base.head(out)
 
 
 @needs_compiler
@@ -56,17 +63,20 @@ def test_compiled_layers_compute_what_eager_ones_do(name: str, mode: str, batch:
     model = tiny_model(name, num_hidden_layers=2)
     group_queries(model, kernel=False)
     base = BaseModel(model)
-    cases = [([9], 1, False), ([9], 4, False), ([20], 6, True)]
-    cases += [([11, 7, 3], 1, False), ([5, 8], 3, True)] if batch else []
-    expected = [logits(base, starts, n, tree=tree) for starts, n, tree in cases]
+    cases = [([9], 1, False, None), ([9], 4, False, None), ([20], 6, True, 2)]
+    if batch:
+        cases += [([11, 7, 3], 1, False, None), ([5, 8], 3, True, None), ([11, 7, 3], 5, False, 2)]
+        cases += [([6, 6], 4, True, None), ([6, 6], 4, True, 2), ([6, 6], 4, False, 1)]
+    expected = [logits(base, s, n, tree=tree, last=last) for s, n, tree, last in cases]
     base.compile(mode)
     for rows in (1, 3) if batch else (1,):
         base.warm_up(rows)
     assert base.compile_mode == mode
     compiled = libraries(base)
     assert compiled == (4 if batch else 2)
-    for (starts, n, tree), want in zip(cases, expected, strict=True):
-        torch.testing.assert_close(logits(base, starts, n, tree=tree), want, rtol=1e-4, atol=1e-4)
+    for (starts, n, tree, last), want in zip(cases, expected, strict=True):
+        found = logits(base, starts, n, tree=tree, last=last)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     assert libraries(base) == compiled  # no size needed a library of its own
     assert base.compile_mode == mode
 
@@ -90,6 +100,17 @@ def test_speculation_over_compiled_packed_weights_writes_what_plain_decoding_doe
         assert found.token_ids == expected.token_ids
     assert base.compile_mode == "layers"
     assert libraries(base) > 0
+
+
+def test_without_a_compiler_the_reason_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
+    monkeypatch.setattr("multirate.models.kernels.find_compiler", lambda: None)
+    base = BaseModel(tiny_model("llama"))
+    base.compile("layers")
+    with pytest.warns(UserWarning, match=r"layers run eagerly: .*apt install g\+\+"):
+        base.warm_up(1)
 
 
 def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim, export
 
-from multirate.models.cache import build_once
+from multirate.models.cache import load_once_built
+from multirate.models.kernels import require_compiler
 
 # Keys and values of a layer, `[rows, kv_heads, max_len, head_dim]` each.
 KeysValues = tuple[Tensor, Tensor]
@@ -67,6 +68,8 @@ class AheadOfTime:
         tensors = [h, slots, positions]
         for kind in dict.fromkeys(kinds):
             tensors += (masks[kind], *rotary[kind])
+        # A library computes addresses from sizes and checks no strides; an arena's layer is contiguous.
+        tensors = [tensor.contiguous() for tensor in tensors]
         for own in memory:
             tensors += own
         signatures = []
@@ -100,15 +103,18 @@ class AheadOfTime:
 
         def build(path: Path) -> None:
             what = "a decoder layer" if len(layers) == 1 else f"{len(layers)} decoder layers as one"
+            compiler = require_compiler(what)
             print(f"multirate: compiling {what} (once)", file=sys.stderr, flush=True)
             form = _Form(self.stack, layers, kinds)
-            _compile(form, tensors, len(tensors) - form.weights, path)
+            _compile(form, tensors, len(tensors) - form.weights, compiler, path)
+
+        def load(path: Path) -> Run:
+            run: Run = torch._inductor.aoti_load_package(str(path)).loader.run
+            return run
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of compilers about themselves
-            path = build_once(f"layers-{name}.pt2", build)
-            run: Run = torch._inductor.aoti_load_package(str(path)).loader.run
-            return run
+            return load_once_built(f"layers-{name}.pt2", build, load)
 
 
 class _Form(nn.Module):
@@ -163,7 +169,7 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
     return {n: t.detach() for n, t in (*layer.named_parameters(), *layer.named_buffers())}
 
 
-def _compile(form: _Form, tensors: list[Tensor], leading: int, path: Path) -> None:
+def _compile(form: _Form, tensors: list[Tensor], leading: int, compiler: str, path: Path) -> None:
     """Write a library for tensors like these; the first `leading` of them are no weights."""
     rows = ROWS if tensors[0].shape[0] > 1 else 1
     positions = POSITIONS if tensors[0].shape[1] > 1 else 1
@@ -185,8 +191,10 @@ def _compile(form: _Form, tensors: list[Tensor], leading: int, path: Path) -> No
         strict=False,
         prefer_deferred_runtime_asserts_over_guards=True,
     )
+    # By itself inductor would take CXX also where there is no such program.
+    options = {**_OPTIONS, "cpp.cxx": (None, compiler)}
     torch._inductor.aoti_compile_and_package(
-        program, package_path=str(path), inductor_configs=_OPTIONS
+        program, package_path=str(path), inductor_configs=options
     )
 
 

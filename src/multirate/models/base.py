@@ -59,13 +59,17 @@ class Block:
 
     def tail(self, n: int) -> Block:
         """The last n positions alone; what the others wrote they see as before."""
+
+        def last(x: Tensor) -> Tensor:
+            return x[:, -n:].contiguous()  # once, not in every compiled layer
+
         return Block(
-            positions=self.positions[:, -n:],
-            slots=self.slots[:, -n:],
+            positions=last(self.positions),
+            slots=last(self.slots),
             start=None if self.start is None else self.start + self.slots.shape[1] - n,
             visible=self.visible,
-            masks={kind: mask[:, :, -n:] for kind, mask in self.masks.items()},
-            rotary={kind: (cos[:, -n:], sin[:, -n:]) for kind, (cos, sin) in self.rotary.items()},
+            masks={kind: mask[:, :, -n:].contiguous() for kind, mask in self.masks.items()},
+            rotary={kind: (last(cos), last(sin)) for kind, (cos, sin) in self.rotary.items()},
         )
 
 
@@ -253,7 +257,7 @@ class BaseModel:
                     key_positions = key_positions.scatter(1, slots, positions.expand_as(slots))
                 distance = positions[..., None] - key_positions[:, None, :]
                 allowed = seen & (distance < self.config.sliding_window)
-            masks[kind] = self.mask(allowed[:, None])
+            masks[kind] = self.mask(allowed[:, None].contiguous())
         return Block(
             positions=positions,
             slots=slots,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from multirate.config.errors import MultirateError
-from multirate.models.cache import build_once
+from multirate.models.cache import load_once_built
 
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -27,6 +27,21 @@ def find_compiler() -> str | None:
 
 def has_compiler() -> bool:
     return find_compiler() is not None
+
+
+def require_compiler(what: str) -> str:
+    """The C++ compiler, to build something: "the kernel for ...".
+
+    Raises:
+        MultirateError: there is none.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise MultirateError(
+            f"A C++ compiler is needed once, to build {what}, and there is no g++. Install it (Debian: "
+            f"apt install g++), or name one in CXX."
+        )
+    return compiler
 
 
 def load_library(source: Path, what: str) -> None:
@@ -47,11 +62,11 @@ def load_library(source: Path, what: str) -> None:
     key = hashlib.sha256(source.read_bytes())
     key.update(repr((flags, torch.__version__, sys.platform)).encode())
     try:
-        library = build_once(
+        load_once_built(
             f"{source.stem}-{key.hexdigest()[:16]}.so",
             lambda path: _build(source, what, flags, path),
+            torch.ops.load_library,
         )
-        torch.ops.load_library(library)
     except OSError as error:
         raise MultirateError(
             f"Could not build or load {what}: {error}. Point MULTIRATE_CACHE to a writable folder."
@@ -66,12 +81,7 @@ def vector_flags() -> tuple[str, ...]:
 
 
 def _build(source: Path, what: str, flags: tuple[str, ...], path: Path) -> None:
-    compiler = find_compiler()
-    if compiler is None:
-        raise MultirateError(
-            f"A C++ compiler is needed once, to build {what}, and there is no g++. Install it (Debian: "
-            f"apt install g++), or name one in CXX."
-        )
+    compiler = require_compiler(what)
     print(f"multirate: building {what} (once; under a minute)", file=sys.stderr, flush=True)
     folder = Path(torch.__file__).parent
     run = subprocess.run(
@@ -83,7 +93,10 @@ def _build(source: Path, what: str, flags: tuple[str, ...], path: Path) -> None:
         text=True,
     )  # fmt: skip
     if run.returncode != 0:
-        lines = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
+        said = [line.strip() for line in run.stderr.splitlines() if line.strip()]
+        errors = (
+            [line for line in said if "error" in line] or said or [f"exit code {run.returncode}"]
+        )
         raise MultirateError(
-            f"{compiler} could not build {what}: {lines[0].strip()}. Use g++ 10 or newer."
+            f"{compiler} could not build {what}: {errors[0]}. Use g++ 10 or newer."
         )
