@@ -10,7 +10,9 @@ from torch import Tensor
 
 import multirate
 from multirate.bench.prompts import read_prompts
+from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
+from multirate.models import packing
 from multirate.models.embedded import EMBEDDED_NAME
 from multirate.models.packed import can_pack
 from multirate.models.quantized import QuantizedLinear
@@ -70,3 +72,19 @@ def test_the_accelerator_is_accepted_as_before(int4: Engine) -> None:
             plain = [engine.generate(p, strategy="plain", **settings) for p in prompts]
             assert [r.token_ids for r in results] == [r.token_ids for r in plain]
     assert accepted["int4"] == pytest.approx(accepted["packed"], abs=0.05)
+
+
+def test_where_the_kernel_cannot_be_built_the_default_is_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise MultirateError("it does not build")
+
+    monkeypatch.setattr(packing, "load_kernel", fails)
+    packing.has_kernel.cache_clear()
+    try:
+        assert multirate.load(EMBEDDED_NAME, device="cpu").base.dtype_name == "packed"
+    finally:
+        packing.has_kernel.cache_clear()
+    monkeypatch.undo()
+    assert multirate.load(EMBEDDED_NAME, device="cpu").base.dtype_name == "int4"

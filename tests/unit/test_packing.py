@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    packing._has_kernel.cache_clear()
+    packing.has_kernel.cache_clear()
 
 
 def linear() -> nn.Linear:

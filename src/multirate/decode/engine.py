@@ -31,7 +31,6 @@ from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.attention import group_queries
 from multirate.models.base import BaseModel
 from multirate.models.compiled import require_compile_mode
-from multirate.models.kernels import has_compiler
 from multirate.models.loading import (
     decode_dtype,
     end_token_ids,
@@ -41,6 +40,7 @@ from multirate.models.loading import (
     render_chat,
 )
 from multirate.models.packed import PACKED
+from multirate.models.packing import has_kernel
 from multirate.models.quantized import BITS, INT4
 from multirate.streams.accelerator import Accelerator
 
@@ -437,7 +437,7 @@ def load(
     else:
         chosen = decode_dtype(model, device) if dtype is None else dtype
         packing = PACKED if chosen == PACKED else None
-        maybe_exact = dtype is None and packing is not None and from_gguf(model) and has_compiler()
+        maybe_exact = dtype is None and packing is not None and from_gguf(model) and has_kernel()
         stored = "auto" if maybe_exact else torch.float16 if packing else chosen
     loaded = load_pretrained(model, dtype=stored, device=device)
     group_queries(loaded.model)

@@ -40,18 +40,18 @@ def draft_packer(kind: str, device: torch.device) -> Packer:
     """
     if device.type != "cpu":
         return lambda linear: linear
-    if kind == PACKED and not _has_kernel():
+    if kind == PACKED and not has_kernel():
         return PackedLinear.of
     return lambda linear: QuantizedLinear.of(linear, DRAFT_BITS)
 
 
 def _prefers_own_half() -> bool:
     """Our kernel reads float16 faster than FBGEMM on AVX-512, and slower without it."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and _has_kernel()
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and has_kernel()
 
 
 @cache
-def _has_kernel() -> bool:
+def has_kernel() -> bool:
     """Whether there is our own kernel, or can be."""
     if not has_compiler():
         return False
