@@ -59,6 +59,11 @@ class Speculation:
         if self.num_plain_steps == 0:
             return None
         total = self.num_plain_steps + self.num_drafts
+        if self.num_drafts == 0:
+            return (
+                f"Nothing was drafted in {total} steps: by measured step costs drafts would not have "
+                f"paid on this device."
+            )
         return (
             f"Drafting stopped by itself for {self.num_plain_steps} of {total} steps: at the "
             f"acceptance seen there it would have been slower than plain decoding on this device."

@@ -388,7 +388,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
     if name != "auto" and name not in DTYPES:
         raise MultirateError(
             f"Unknown dtype {name!r}. Use one of: auto, {', '.join(DTYPES)}; `generate`, `bench` and "
-            f"`demo` on a CPU also take {PACKED}."
+            f"`demo` on a CPU also take {PACKED}. For {' and '.join(QUANTIZATIONS)} use --quantize."
         )
     return DTYPES.get(name, "auto")
 
