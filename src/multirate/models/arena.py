@@ -101,8 +101,18 @@ class KVArena(Cache):
         shape = (2, rows, config.num_key_value_heads, max_len, head_dim)
         self._all = torch.zeros((len(self._held), *shape), dtype=dtype, device=device)
         none = self._all.new_zeros((rows, config.num_key_value_heads, 0, head_dim))
-        held = dict(zip(self._held, self._all, strict=True))
+        held = {layer: (self._part(i, 0), self._part(i, 1)) for i, layer in enumerate(self._held)}
         super().__init__(layers=[ArenaLayer(*held.get(i, (none, none))) for i in every])
+
+    def _part(self, layer: int, which: int) -> Tensor:
+        """Keys (0) or values (1) of a layer: the same memory, but no view for autograd.
+
+        Training writes one layer's keys while another's are saved for the backward pass.
+        """
+        part = self._all[layer, which]
+        return part.new_empty(0).set_(
+            self._all.untyped_storage(), part.storage_offset(), part.shape, part.stride()
+        )
 
     @property
     def rows(self) -> int:
