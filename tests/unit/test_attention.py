@@ -213,13 +213,11 @@ def test_a_library_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_compiler_that_fails_leaves_nothing_and_attention_goes_to_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failing_compiler: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(MultirateError, match=r"could not build a test: .* error: too old"):
         load_library(SOURCE, "a test")
     assert not list((tmp_path / "kernels").glob("**/*.so"))

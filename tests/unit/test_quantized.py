@@ -344,13 +344,8 @@ def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiler_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failing_compiler: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: error: too old' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(MultirateError, match=r"could not build the kernel .* error: too old"):
         quantized.load_kernel.__wrapped__()
     assert not list((tmp_path / "kernels").glob("**/*.so"))

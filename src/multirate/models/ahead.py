@@ -16,6 +16,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -216,6 +217,7 @@ def _signature(layer: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+@cache
 def _environment() -> tuple[str, ...]:
     """Versions, our own code and the CPU: inductor compiles for the machine it runs on."""
     code = hashlib.sha256()

@@ -30,7 +30,7 @@ _ALTERING = (
     "position_bias",
     "softcap",
     "s_aux",
-)  # what changes scores: the kernel knows none of it
+)  # they change scores; the kernel knows none of them
 
 
 def grouped_attention(
