@@ -385,6 +385,38 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, message: str) -> None:
         read_prompts(write(tmp_path, {"prompt": "x"}, line))
 
 
+def test_a_template_makes_prompts_of_any_shape(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        {"mr": "name[A]", "columns": ["No.", "Player"], "n": 3, "category": "tables"},
+        {"mr": "with {braces}", "columns": [], "n": None},
+    )
+    found = read_prompts(file, template=r"{{x}} {mr}\n{columns}: {n}")
+    assert [row.content for row in found.rows] == [
+        user("{x} name[A]\nNo., Player: 3"), user("{x} with {braces}\n: None"),
+    ]  # fmt: skip
+    assert [row.category for row in found.rows] == ["tables", None]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{question}", "p.jsonl, line 1: has no field 'question'; it has mr, id. Needed: a row"),
+        ("{mr", "line 1: does not fit the template .*expected '}'.* write {name} for a field"),
+        ("{}", "line 1: does not fit the template"),
+        ("{mr.x}", "line 1: does not fit the template"),
+        ("{mr[x]}", "line 1: does not fit the template"),
+        ("{mr:d}", "line 1: does not fit the template"),
+        ("  ", "line 1: what the template makes is empty"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused(
+    tmp_path: Path, template: str, message: str
+) -> None:
+    with pytest.raises(MultirateError, match=message):
+        read_prompts(write(tmp_path, {"mr": "x", "id": 1}), template=template)
+
+
 def test_what_holds_no_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MultirateError, match="holds no prompts"):
         read_prompts(write(tmp_path, "", " "))

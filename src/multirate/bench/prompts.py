@@ -8,6 +8,9 @@ One JSON object a line, in one of these shapes; of a conversation only the first
     {"prompt": "..."}                                one user message, the same way
     {"text": "..."}                                  given to the model as it is
 
+Data sets of any other shape become prompts through a template that names their fields:
+"Write a sentence about this restaurant.\\n\\n{mr}".
+
 A field `category`, where a row has one, sorts the prompts into groups that can be told apart.
 """
 
@@ -179,7 +182,11 @@ def context_text() -> str:
 
 
 def read_prompts(
-    source: str | Path, *, limit: int | None = None, per_category: int | None = None
+    source: str | Path,
+    *,
+    limit: int | None = None,
+    per_category: int | None = None,
+    template: str | None = None,
 ) -> PromptSet:
     """Read a prompt set.
 
@@ -187,10 +194,12 @@ def read_prompts(
         source: the name of a set that ships, or a JSONL file (`./name` for one with a set's name).
         limit: only the first so many prompts; None for all.
         per_category: of these, only the first so many of each category; None for all.
+        template: makes one user message of each line, whatever its shape: `{name}` stands for a field,
+            the items of a list separated by commas, and `\\n` for a new line.
 
     Raises:
-        MultirateError: no such set or file, a line of no known shape (its number is named), a file
-            without prompts, or a number below 1.
+        MultirateError: no such set or file, a line of no known shape or without a field that the
+            template names (the line's number is named), a file without prompts, or a number below 1.
     """
     for option, value in (("limit", limit), ("per_category", per_category)):
         if value is not None and value < 1:
@@ -212,7 +221,7 @@ def read_prompts(
         raise MultirateError(f"Cannot read {source} as UTF-8 text: {error}") from None
     # Not splitlines: JSON strings may hold U+2028 and the like as they are.
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-    rows = tuple(_row(line, i, source=source) for i, line in lines[:limit])
+    rows = tuple(_row(line, i, source=source, template=template) for i, line in lines[:limit])
     if not rows:
         raise MultirateError(
             f"{source} holds no prompts. Give one JSON object a line with {_SHAPES}."
@@ -259,7 +268,7 @@ def _require_template(engine: Engine) -> None:
         ) from None
 
 
-def _row(line: str, number: int, *, source: str | Path) -> PromptRow:
+def _row(line: str, number: int, *, source: str | Path, template: str | None) -> PromptRow:
     try:
         data = json.loads(line)
         if not isinstance(data, dict):
@@ -267,12 +276,33 @@ def _row(line: str, number: int, *, source: str | Path) -> PromptRow:
         category = data.get("category")
         if category is not None:
             category = _text(category, "'category'")
+        if template is not None:
+            return PromptRow(
+                _user(_fill(template, data), "what the template makes"), number, category
+            )
         return PromptRow(_content(data), number, category, _later(data))
     except json.JSONDecodeError as error:
         problem = f"is not JSON ({error.msg})"
     except ValueError as error:
         problem = str(error)
-    raise MultirateError(f"{source}, line {number}: {problem}. Needed: {_SHAPES}.")
+    needed = "a row that the template fits" if template is not None else _SHAPES
+    raise MultirateError(f"{source}, line {number}: {problem}. Needed: {needed}.")
+
+
+def _fill(template: str, data: dict[str, Any]) -> str:
+    """The template with a row's fields in place of their names."""
+    fields = {
+        name: ", ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in data.items()
+    }
+    try:
+        return template.replace("\\n", "\n").format_map(fields)
+    except KeyError as error:
+        raise ValueError(f"has no field {error}; it has {', '.join(fields)}") from None
+    except (ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"does not fit the template ({error}); write {{name}} for a field and {{{{ for a brace"
+        ) from None
 
 
 def _content(data: dict[str, Any]) -> str | list[dict[str, str]]:
