@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from tiny_models import tiny_model
 
 from multirate.models.base import BaseModel
-from multirate.models.cache import load_once_built
+from multirate.models.cache import is_whole, load_once_built
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="it names g++")
 
@@ -29,8 +31,10 @@ def whole(file: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize("damage", ["", "who"])
-def test_a_damaged_file_is_built_again(folder: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["", "who", "hwole", "wholewhole"])
+def test_a_damaged_file_is_built_again_and_never_loaded(
+    folder: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     built = []
 
     def build(file: Path) -> None:
@@ -40,12 +44,34 @@ def test_a_damaged_file_is_built_again(folder: Path, damage: str) -> None:
     for _ in range(2):
         assert load_once_built("thing", build, whole) == "whole"
     assert len(built) == 1
+    assert capsys.readouterr().err == ""
     (folder / "thing").write_text(damage)
-    assert load_once_built("thing", build, whole) == "whole"
+
+    def crashes_on_damage(file: Path) -> str:  # as a loader of half a library does
+        assert file.read_text() == "whole"
+        return whole(file)
+
+    assert load_once_built("thing", build, crashes_on_damage) == "whole"
     assert len(built) == 2
+    assert capsys.readouterr().err == (
+        "multirate: thing in the cache is damaged or incomplete; making it again\n"
+    )
 
 
-def test_what_never_loads_is_built_twice_and_no_more() -> None:
+@pytest.mark.parametrize("text", [None, "", "5 00000000\n", "\xff"])
+def test_a_file_without_its_own_sum_is_built_again(folder: Path, text: str | None) -> None:
+    load_once_built("thing", whole_into, whole)
+    sums = folder / "thing.crc32"
+    assert sums.read_text() == "5 c459294f\n"
+    sums.unlink()
+    if text is not None:
+        sums.write_text(text)
+    assert not is_whole(folder / "thing")
+    load_once_built("thing", whole_into, whole)
+    assert is_whole(folder / "thing")
+
+
+def test_what_never_loads_is_built_twice_and_no_more() -> None:  # whole, and yet
     built = []
 
     def build(file: Path) -> None:
@@ -71,6 +97,30 @@ def test_a_build_that_ends_early_leaves_nothing(folder: Path, error: type) -> No
 
 def whole_into(file: Path) -> None:
     file.write_text("whole")
+
+
+@needs_compiler
+def test_half_of_a_library_is_built_again(folder: Path, tmp_path: Path) -> None:
+    """In processes of their own: loading it ends the process."""
+    source = tmp_path / "answer.cpp"
+    source.write_text('char room[1 << 20] = {1}; extern "C" int answer() { return 42 * room[0]; }')
+    command = (
+        "import ctypes, sys; from pathlib import Path\n"
+        "from multirate.models.kernels import load_library\n"
+        "load_library(Path(sys.argv[1]), 'the answer')\n"
+        "(library,) = Path(sys.argv[2]).glob('*.so')\n"
+        "print(ctypes.CDLL(str(library)).answer())"
+    )
+    said = []
+    for _ in range(2):
+        arguments = [sys.executable, "-c", command, str(source), str(folder)]
+        run = subprocess.run(arguments, capture_output=True, text=True)
+        assert (run.returncode, run.stdout) == (0, "42\n")
+        said.append(run.stderr)
+        (library,) = folder.glob("*.so")
+        with library.open("rb+") as file:
+            file.truncate(library.stat().st_size // 2)
+    assert "damaged" not in said[0] and said[1].count("damaged or incomplete") == 1
 
 
 @needs_compiler

@@ -1,9 +1,15 @@
-"""Where what is made once on a machine is kept: converted models, kernels, compiled layers."""
+"""Where what is made once on a machine is kept: converted models, packed weights, kernels, compiled layers.
+
+A file appears whole or not at all, and beside it, as `NAME.crc32`, its size and CRC-32. Both are checked
+before it is used: half of a library is not refused by the loader but kills the process.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +18,8 @@ from filelock import FileLock
 
 T = TypeVar("T")
 
+_CHUNK = 1 << 20
+
 
 def cache_root() -> Path:
     """The cache's folder; `MULTIRATE_CACHE` moves it."""
@@ -19,9 +27,9 @@ def cache_root() -> Path:
 
 
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
-    """A file of the cache's `kernels` folder, built now unless it is there.
+    """A file of the cache's `kernels` folder, built now unless it is there and whole.
 
-    It appears whole or not at all. Of several processes that want it one builds it, the others wait.
+    Of several processes that want it one builds it, the others wait.
 
     Args:
         name: of the file; it must stand for everything that the file is made from.
@@ -31,21 +39,20 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
         OSError: the folder cannot be written.
     """
     file = cache_root() / "kernels" / name
-    if not file.is_file():
+    if not is_whole(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(file.with_suffix(".lock")):
-            if not file.is_file():
-                with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-                    build(Path(folder) / name)
-                    _save(Path(folder) / name)
-                    os.replace(Path(folder) / name, file)
+            if not is_whole(file):
+                if file.exists():
+                    _note_damage(file)
+                save_whole(file, build)
     return file
 
 
 def load_once_built(name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:
     """What `load` makes of a file of the cache's `kernels` folder; see `build_once`.
 
-    A file that does not load was damaged since: it is built once more.
+    A file that is whole but does not load is built once more: what it was made for has changed.
 
     Raises:
         OSError: the folder cannot be written.
@@ -54,11 +61,57 @@ def load_once_built(name: str, build: Callable[[Path], None], load: Callable[[Pa
     try:
         return load(file)
     except (OSError, RuntimeError):
+        _note_damage(file)
         file.unlink(missing_ok=True)
         return load(build_once(name, build))
 
 
-def _save(file: Path) -> None:
-    """Have a file on the disk before its name is: half of a library is not refused but crashes."""
+def is_whole(file: Path) -> bool:
+    """Whether a file is there and is what `save_whole` wrote."""
+    try:
+        return _sum_file(file).read_text(encoding="ascii") == _sum(file)
+    except (OSError, ValueError):
+        return False
+
+
+def save_whole(file: Path, write: Callable[[Path], None]) -> None:
+    """Have `write` make a file, and publish it with its sum. The folder must exist.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        write(made)
+        _sum_file(made).write_text(_sum(made), encoding="ascii")
+        # The sum first: a file without its own sum is made again, so any order of events is safe.
+        for own, target in ((_sum_file(made), _sum_file(file)), (made, file)):
+            _sync(own)
+            os.replace(own, target)
+
+
+def _sum_file(file: Path) -> Path:
+    return file.with_name(f"{file.name}.crc32")
+
+
+def _sum(file: Path) -> str:
+    """A file's size and CRC-32: against damage, not against malice."""
+    size, crc = 0, 0
+    with file.open("rb") as handle:
+        while chunk := handle.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return f"{size} {crc:08x}\n"
+
+
+def _note_damage(file: Path) -> None:
+    print(
+        f"multirate: {file.name} in the cache is damaged or incomplete; making it again",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _sync(file: Path) -> None:
+    """Have a file on the disk before its name is."""
     with file.open("rb+") as open_file:
         os.fsync(open_file.fileno())
