@@ -173,6 +173,17 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(bits: int) -> None:
     assert torch.equal(layer(many), alone.repeat(60, 1))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_stored_layer_is_the_same_layer(bits: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = QuantizedLinear.of(nn.Linear(70, 45, bias=bias), bits), torch.randn(3, 70)
+    again = QuantizedLinear.from_stored(layer.stored)
+    assert torch.equal(again(x), layer(x))
+    assert {**vars(again), "_buffers": None} == {**vars(layer), "_buffers": None}
+    assert again.weight.data_ptr() == layer.weight.data_ptr() and again.nbytes == layer.nbytes
+
+
 @pytest.mark.parametrize("vectors", ["_AVX2", "_AVX512"])
 def test_the_kernel_of_other_cpus(vectors: str) -> None:
     """What CPUs with less than this one compute: the tests above, in a process that is told to."""

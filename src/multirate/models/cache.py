@@ -1,4 +1,4 @@
-"""Where what is made once on a machine is kept: converted models, packed weights, kernels, compiled layers.
+"""Where what is made once on a machine is kept: converted models, packed weights, kernels, layers.
 
 A file appears whole or not at all, and beside it, as `NAME.crc32`, its size and CRC-32. Both are checked
 before it is used: half of a library is not refused by the loader but kills the process.

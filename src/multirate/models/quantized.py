@@ -20,9 +20,10 @@ longer be trained, saved or moved to another device.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,24 @@ class _KernelLinear(nn.Module):
     def nbytes(self) -> int:
         """Bytes of weights and scales that a pass reads."""
         return self.weight.nbytes + self.scales.nbytes
+
+    @property
+    def stored(self) -> dict[str, Tensor | int | None]:
+        """What it is made of, buffers and sizes; `from_stored` makes it again."""
+        sizes = {name: value for name, value in vars(self).items() if type(value) is int}
+        return {**self._buffers, **sizes}
+
+    @classmethod
+    def from_stored(cls, stored: Mapping[str, Tensor | int | None]) -> Self:
+        """The layer whose `stored` this is; it shares the tensors."""
+        linear = cls.__new__(cls)
+        nn.Module.__init__(linear)
+        for name, value in stored.items():
+            if isinstance(value, int):
+                setattr(linear, name, value)
+            else:
+                linear.register_buffer(name, value)
+        return linear
 
     def forward(self, x: Tensor) -> Tensor:
         # Not self.weight: looking three of them up costs as much as calling the kernel.
