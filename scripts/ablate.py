@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from multirate.bench.provenance import provenance
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel
-from multirate.models.loading import batch_dtype, load_pretrained
+from multirate.models.forms import batch_dtype
+from multirate.models.loading import load_pretrained
 from multirate.streams.accelerator import Accelerator, Carried
 from multirate.streams.entry import FusedInputs
 from multirate.streams.fit import Moments, fit_closed_form, set_fused, slow_states

@@ -13,7 +13,8 @@ import time
 from dataclasses import fields
 
 from multirate.models.base import BaseModel
-from multirate.models.loading import batch_dtype, load_pretrained
+from multirate.models.forms import batch_dtype
+from multirate.models.loading import load_pretrained
 from multirate.train.batches import split_rows
 from multirate.train.data import read_rows
 from multirate.train.heads import HeadOptions, train_deed, train_medusa

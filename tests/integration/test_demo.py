@@ -12,8 +12,7 @@ import multirate
 from multirate.cli.main import main
 from multirate.decode.engine import Engine
 from multirate.models.embedded import EMBEDDED_NAME
-from multirate.models.loading import decode_dtype
-from multirate.models.packing import has_kernel
+from multirate.models.forms import choose_form
 from multirate.streams.defaults import default_accelerator
 
 pytestmark = pytest.mark.real
@@ -83,7 +82,7 @@ def test_generate_uses_it_by_itself(
         "text", "prompt_tokens", "new_tokens", "seconds", "tokens_per_second", "strategy", "dtype",
         "device", "finish_reason", "speculation",
     ]  # fmt: skip
-    expected = "int4" if has_kernel() else decode_dtype(EMBEDDED_NAME, "cpu")
+    expected = choose_form(EMBEDDED_NAME, device="cpu").packing or "bfloat16"
     assert (data["strategy"], data["dtype"]) == ("speculative", expected)
     assert "sky" in data["text"]
     assert data["speculation"]["mean_acceptance_length"] > 1.2

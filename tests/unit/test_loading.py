@@ -5,12 +5,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     BertConfig,
     BertForMaskedLM,
     Gemma3TextConfig,
@@ -25,9 +29,11 @@ from transformers import (
 from multirate.config.errors import MultirateError
 from multirate.models.architectures import SUPPORTED_MODEL_TYPES
 from multirate.models.embedded import embedded_gguf
+from multirate.models.forms import choose_form
 from multirate.models.loading import (
     config_fingerprint,
     load_pretrained,
+    read_config,
     render_chat,
     require_chat_template,
 )
@@ -162,8 +168,55 @@ def test_a_missing_path_object_is_never_looked_up_on_the_hub() -> None:
 
 
 def test_an_unreachable_hub_id_says_what_is_accepted(offline: None) -> None:
-    with pytest.raises(MultirateError, match=r"'owner/none'.*the hub did not give.*smollm2-135m"):
+    with pytest.raises(
+        MultirateError,
+        match=r"'owner/none'.*the hub did not give.*could not be reached.*smollm2-135m",
+    ):
         load_pretrained("owner/none")
+
+
+def test_without_a_network_the_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unreachable(self: HfApi, repo_id: str, **options: object) -> None:
+        asked.append(repo_id)
+        raise OfflineModeIsEnabled("no network")
+
+    monkeypatch.setattr(HfApi, "repo_info", unreachable)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("asks again"))
+    with pytest.raises(MultirateError, match="could not be reached"):
+        read_config("owner/none")
+    assert asked == ["owner/none"]
+
+
+@pytest.mark.parametrize(
+    "name", ["smolm2-135m", "SmolLM2-135M", "smollm2_135m", "smollm2-135", "smollm-135m"]
+)
+def test_a_name_like_the_embedded_models_is_told(name: str) -> None:
+    with pytest.raises(
+        MultirateError, match=rf"no model at '{name}'\. Did you mean smollm2-135m\?"
+    ):
+        read_config(name)
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTB/SmolLM2-135M", "gpt2", "smollm2-1.7b", "smol"])
+def test_other_names_are_looked_up(offline: None, name: str) -> None:
+    with pytest.raises(MultirateError, match=f"{name}.*the hub did not give"):
+        read_config(name)
+
+
+def test_a_config_is_read_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+
+    def counted(*arguments: object, **options: object) -> object:
+        read.append(arguments)
+        return LlamaConfig.from_pretrained(saved)
+
+    counting = SimpleNamespace(from_pretrained=counted)  # transformers' tokenizers read it too
+    monkeypatch.setattr("multirate.models.places.AutoConfig", counting)
+    form = choose_form(saved, device="cpu")
+    load_pretrained(form.place, dtype=form.stored, device="cpu")
+    assert len(read) == 1
 
 
 def test_a_file_that_is_not_gguf(saved: Path) -> None:

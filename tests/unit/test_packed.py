@@ -12,7 +12,7 @@ from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models.architectures import ARCHITECTURES
 from multirate.models.base import BaseModel
-from multirate.models.loading import decode_dtype
+from multirate.models.forms import choose_form
 from multirate.models.packed import PackedLinear, can_pack
 from multirate.streams.accelerator import Accelerator
 
@@ -103,7 +103,8 @@ def test_a_packed_accelerator_drafts_the_same_and_stays_lossless(preset: str) ->
 
 def test_experts_are_refused_and_load_in_bfloat16(tmp_path) -> None:
     tiny_model("olmoe").save_pretrained(tmp_path / "moe")
-    assert decode_dtype(tmp_path / "moe", "cpu") == "bfloat16"
+    form = choose_form(tmp_path / "moe", device="cpu")
+    assert (form.stored, form.packing) == (torch.bfloat16, None)
     with pytest.raises(MultirateError, match="'packed' is for models without experts"):
         multirate.load(tmp_path / "moe", dtype="packed", device="cpu")
 

@@ -22,7 +22,8 @@ from multirate.cli.main import app
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models.base import BaseModel
-from multirate.models.loading import batch_dtype, read_end_token_ids
+from multirate.models.forms import batch_dtype
+from multirate.models.loading import read_end_token_ids
 from multirate.train.data import read_rows
 from multirate.train.synth import SynthOptions, synthesize
 from multirate.train.writers import Request, TorchWriter, VllmWriter

@@ -110,8 +110,8 @@ def _writer(
     import torch
 
     from multirate.models.base import BaseModel
+    from multirate.models.forms import batch_dtype
     from multirate.models.loading import (
-        batch_dtype,
         load_pretrained,
         load_tokenizer,
         read_config,

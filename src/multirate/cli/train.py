@@ -134,7 +134,8 @@ def train(
     import accelerate
 
     from multirate.models.base import BaseModel
-    from multirate.models.loading import batch_dtype, load_pretrained
+    from multirate.models.forms import batch_dtype
+    from multirate.models.loading import load_pretrained
     from multirate.train.data import read_rows
     from multirate.train.trainer import open_output, train_accelerator
 

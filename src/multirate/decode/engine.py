@@ -31,17 +31,10 @@ from multirate.decode.stream import AcceleratorDrafter
 from multirate.models.attention import group_queries
 from multirate.models.base import BaseModel
 from multirate.models.compiled import require_compile_mode
-from multirate.models.loading import (
-    decode_dtype,
-    end_token_ids,
-    from_gguf,
-    load_pretrained,
-    quantized_dtype,
-    render_chat,
-)
+from multirate.models.forms import choose_form
+from multirate.models.loading import end_token_ids, load_pretrained, render_chat
 from multirate.models.packed import PACKED
-from multirate.models.packing import has_kernel
-from multirate.models.quantized import BITS, INT4
+from multirate.models.quantized import BITS
 from multirate.streams.accelerator import Accelerator
 
 # A prompt: text (through the chat template unless raw), chat messages, or token ids.
@@ -431,22 +424,13 @@ def load(
             to do.
     """
     require_compile_mode(compile)
-    packing, maybe_exact = quantize, False
-    if quantize is not None:
-        stored = quantized_dtype(quantize, dtype, device)
-    else:
-        chosen = decode_dtype(model, device) if dtype is None else dtype
-        packing = PACKED if chosen == PACKED else None
-        maybe_exact = dtype is None and packing is not None and from_gguf(model) and has_kernel()
-        stored = "auto" if maybe_exact else torch.float16 if packing else chosen
-    loaded = load_pretrained(model, dtype=stored, device=device)
+    form = choose_form(model, dtype=dtype, quantize=quantize, device=device)
+    loaded = load_pretrained(form.place, dtype=form.stored, device=device)
     group_queries(loaded.model)
-    base = BaseModel(loaded.model)
-    if maybe_exact:
-        if base.is_exact(BITS[INT4]):
-            packing = INT4
-        else:
-            loaded.model.half()
+    base, packing = BaseModel(loaded.model), form.packing
+    if packing and form.if_exact and not base.is_exact(BITS[packing]):
+        packing = PACKED
+        loaded.model.half()
     stream = None
     if accelerator is not None:
         stream = Accelerator.from_pretrained(accelerator, base)
@@ -458,7 +442,7 @@ def load(
     base.compile(compile)
 
     def stock() -> PreTrainedModel:
-        return load_pretrained(model, dtype=None if packing else stored, device=device).model
+        return load_pretrained(model, dtype=None if packing else form.stored, device=device).model
 
     return Engine(
         base,

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -30,31 +25,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import resolve_revision
 
 from multirate.config.errors import MultirateError
 from multirate.models import hf
-from multirate.models.architectures import ARCHITECTURES, SUPPORTED_MODEL_TYPES
-from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
-from multirate.models.gguf import convert_gguf
-from multirate.models.packed import PACKED, can_pack
-from multirate.models.quantized import QUANTIZATIONS
-
-SUPPORTED = f"Supported model types: {', '.join(SUPPORTED_MODEL_TYPES)}."
-
-ACCEPTED = (
-    "a Hugging Face hub id (owner/name), a local folder with config.json, a .gguf file, or "
-    f"{EMBEDDED_NAME} (the embedded model)"
-)
-
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+from multirate.models.forms import parse_device, parse_dtype
+from multirate.models.places import Place, locate
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -117,27 +92,8 @@ class LoadedModel:
     revision: str | None
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a named model is: in a folder, or without one on the hub."""
-
-    source: str
-    folder: Path | None = None
-    revision: str | None = None
-
-    @property
-    def location(self) -> str:
-        """What transformers is asked for."""
-        return str(self.folder or self.source)
-
-    @property
-    def hub_revision(self) -> str:
-        """The commit to read from the hub; folders have none."""
-        return self.revision if self.revision and self.folder is None else "main"
-
-
 def load_pretrained(
-    model: str | Path,
+    model: str | Path | Place,
     *,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
@@ -146,8 +102,8 @@ def load_pretrained(
     """Load a model for inference.
 
     Args:
-        model: hub id, folder, `.gguf` file or `smollm2-135m`. A folder that has one of the other
-            forms as its name is reached as `./name`.
+        model: hub id, folder, `.gguf` file or `smollm2-135m`, or what `locate` found. A folder that has
+            one of the other forms as its name is reached as `./name`.
         dtype: of the weights: float32, bfloat16, float16 (or fp32, bf16, fp16), a `torch.dtype`, or
             "auto" for the type the weights are stored in. Default: bfloat16.
         device: such as "cpu" or "cuda:1". Default: CUDA when there is some, else the CPU.
@@ -160,12 +116,12 @@ def load_pretrained(
         MultirateError: no such model, unreadable or incomplete files, not a causal language model,
             an unsupported architecture, or an unknown dtype, device or attention.
     """
-    torch_dtype = _parse_dtype(dtype)
-    torch_device = _parse_device(device)
-    place = _locate(model)
+    torch_dtype = parse_dtype(dtype)
+    torch_device = parse_device(device)
+    place = locate(model)
+    config = place.config
+    hf.require_supported(config, source=place.source)
     with hf.quiet(progress_bars=place.folder is None):
-        config = _read_config(place)
-        hf.require_supported(config, source=place.source)
         tokenizer = _read_tokenizer(place)
         network = _read_model(
             place,
@@ -177,7 +133,7 @@ def load_pretrained(
     return LoadedModel(network, tokenizer, source=place.source, revision=place.revision)
 
 
-def read_config(model: str | Path) -> PreTrainedConfig:
+def read_config(model: str | Path | Place) -> PreTrainedConfig:
     """A model's config without its weights; its architecture need not be a supported one.
 
     Args:
@@ -186,9 +142,8 @@ def read_config(model: str | Path) -> PreTrainedConfig:
     Raises:
         MultirateError: no such model, or its config cannot be read.
     """
-    place = _locate(model)
-    with hf.quiet(progress_bars=place.folder is None):
-        config = _read_config(place)
+    place = locate(model)
+    config = place.config
     config.name_or_path = place.source
     return config
 
@@ -205,81 +160,9 @@ def load_tokenizer(model: str | Path) -> tuple[PreTrainedTokenizerBase | None, s
     Raises:
         MultirateError: no such model, or its tokenizer cannot be read.
     """
-    place = _locate(model)
+    place = locate(model)
     with hf.quiet(progress_bars=place.folder is None):
         return _read_tokenizer(place), place.location
-
-
-def batch_dtype(device: torch.device | str) -> torch.dtype:
-    """The dtype whose matmuls of many rows are fastest: bfloat16 if the device has it, else float32.
-
-    A CPU without bfloat16 instructions (AVX-512 BF16, AMX) emulates it, five times slower than
-    float32 here, and no flag that torch shows tells all such CPUs: so it is measured, in 0.1 s.
-    """
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    if device.type != "cpu":
-        return torch.float32
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(256, 512, dtype=dtype)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            x @ x.T
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
-    return min(seconds, key=lambda dtype: seconds[dtype])
-
-
-def from_gguf(model: str | Path) -> bool:
-    """Whether a model's name is a GGUF file's, or stands for one."""
-    return model == EMBEDDED_NAME or Path(model).suffix == ".gguf"
-
-
-def decode_dtype(model: str | Path, device: str | None) -> str:
-    """What decodes a model fastest here: "packed" on an x86 CPU without experts, else "bfloat16".
-
-    Args:
-        model: as for `load_pretrained`.
-        device: as for `load_pretrained`.
-
-    Raises:
-        MultirateError: no such model or device.
-    """
-    if not can_pack(_parse_device(device)):
-        return "bfloat16"
-    kind = ARCHITECTURES.get(read_config(model).model_type)
-    return PACKED if kind is not None and not kind.experts else "bfloat16"
-
-
-def quantized_dtype(
-    quantize: str, dtype: str | torch.dtype | None, device: str | None
-) -> str | torch.dtype:
-    """The dtype to load a model in that is then quantised.
-
-    On a CPU as it is stored, because weights out of a GGUF file are on a grid already; on a GPU
-    bfloat16, the type of activations there.
-
-    Args:
-        quantize: "int8" or "int4".
-        dtype: what else the user asked for.
-        device: as for `load_pretrained`.
-
-    Raises:
-        MultirateError: an unknown quantisation or device, or both a quantisation and a dtype.
-    """
-    if quantize not in QUANTIZATIONS:
-        raise MultirateError(
-            f"Unknown quantisation {quantize!r}. Use one of: {', '.join(QUANTIZATIONS)}."
-        )
-    if dtype is not None:
-        raise MultirateError(
-            f"--quantize {quantize} and --dtype {str(dtype).removeprefix('torch.')} both name the "
-            f"weights' type. Leave one of them out."
-        )
-    return "auto" if _parse_device(device).type == "cpu" else torch.bfloat16
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -344,7 +227,7 @@ def read_end_token_ids(model: str | Path) -> frozenset[int]:
     Raises:
         MultirateError: no such model, or its config or tokenizer cannot be read.
     """
-    place = _locate(model)
+    place = locate(model)
     with hf.quiet(progress_bars=place.folder is None):
         try:
             generation = GenerationConfig.from_pretrained(
@@ -352,7 +235,7 @@ def read_end_token_ids(model: str | Path) -> frozenset[int]:
             )
         except OSError:  # it has none
             generation = None
-        return end_token_ids(generation, _read_config(place), _read_tokenizer(place))
+        return end_token_ids(generation, place.config, _read_tokenizer(place))
 
 
 def config_fingerprint(config: PreTrainedConfig) -> str:
@@ -381,89 +264,8 @@ def _canonical(value: Any) -> Any:
     return value
 
 
-def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str:
-    if dtype is None:
-        return torch.bfloat16
-    name = str(dtype).removeprefix("torch.")
-    if name != "auto" and name not in DTYPES:
-        raise MultirateError(
-            f"Unknown dtype {name!r}. Use one of: auto, {', '.join(DTYPES)}; `generate`, `bench` and "
-            f"`demo` on a CPU also take {PACKED}. For {' and '.join(QUANTIZATIONS)} use --quantize."
-        )
-    return DTYPES.get(name, "auto")
-
-
-def _parse_device(device: str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    available = ["cpu"]
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
-        available += [kind.type]
-        available += [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
-    if device not in available:
-        raise MultirateError(
-            f"No device {device!r} on this machine. Available: {', '.join(available)}."
-        )
-    return torch.device(device)
-
-
-def _locate(model: str | Path) -> _Place:
-    """Find out which of the accepted forms a model's name has."""
-    source = str(model)
-    if model == EMBEDDED_NAME:
-        return _converted(source, convert_gguf(embedded_gguf(), name=EMBEDDED_NAME))
-    path = Path(os.path.expanduser(source))  # Path.expanduser raises for an unknown ~user
-    if path.is_dir() and source.strip():
-        if not (path / "config.json").is_file():
-            raise MultirateError(_no_config(path))
-        return _Place(source, path)
-    if path.is_file():
-        if path.suffix != ".gguf":
-            raise MultirateError(f"{source} is a file, but not a .gguf file. Give {ACCEPTED}.")
-        return _converted(source, convert_gguf(path))
-    if isinstance(model, Path) or not _may_be_hub_id(source):
-        raise MultirateError(f"There is no model at {source!r}. Give {ACCEPTED}.")
-    # One commit for config, weights and tokenizer, even if the repository moves on meanwhile.
-    return _Place(source, revision=getattr(resolve_revision(source), "resolved", None))
-
-
-def _converted(source: str, folder: Path) -> _Place:
-    return _Place(source, folder, revision=folder.name.rpartition("-")[2])
-
-
-def _no_config(folder: Path) -> str:
-    message = f"The folder {folder} has no config.json, so it is not a model folder."
-    gguf = sorted(folder.glob("*.gguf"))
-    if gguf:
-        return f"{message} Did you mean {gguf[0]}?"
-    return f"{message} Give {ACCEPTED}."
-
-
-def _may_be_hub_id(name: str) -> bool:
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return Path(name).suffix not in {".gguf", ".safetensors", ".json", ".bin"}
-
-
-def _read_config(place: _Place) -> PreTrainedConfig:
-    if place.folder is not None:
-        what = f"Could not read {place.folder / 'config.json'}"
-        fix = f"Copy or download the model again. {SUPPORTED}"
-    else:
-        what = f"There is no file or folder {place.source!r}, and the hub did not give that model"
-        fix = f"Check the name, the connection and your access rights. Give {ACCEPTED}."
-    with hf.reading(what, fix=fix):
-        return AutoConfig.from_pretrained(
-            place.location, revision=place.hub_revision, trust_remote_code=False
-        )
-
-
 def _read_model(
-    place: _Place,
+    place: Place,
     *,
     config: PreTrainedConfig,
     dtype: torch.dtype | str,
@@ -508,7 +310,7 @@ def _broken_safetensors(folder: Path) -> Path | None:
     return None
 
 
-def _read_tokenizer(place: _Place) -> PreTrainedTokenizerBase | None:
+def _read_tokenizer(place: Place) -> PreTrainedTokenizerBase | None:
     folder = place.folder
     if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
