@@ -294,3 +294,47 @@ def test_shape_is_what_was_asked(tmp_path: Path) -> None:
     trained = tiny_training(tmp_path / "out", epochs=0)
     assert trained.config.rank == SHAPE["rank"] and trained.draft_ids is not None
     assert len(trained.draft_ids) == SHAPE["draft_vocab_size"]
+
+
+def test_a_finished_accelerator_is_trained_further(tmp_path: Path) -> None:
+    base = tiny_base()
+    first = tiny_training(tmp_path / "a", base=base, epochs=1)
+    events = Events()
+    more = {"start_from": tmp_path / "a"}
+    same = tiny_training(
+        tmp_path / "b", base=base, shape={}, arguments=more, epochs=0, report=events
+    )
+    assert [name for name, _ in events] == ["start", "evaluated", "saved"]  # no closed form
+    assert same.config.rank == first.config.rank == SHAPE["rank"]
+    stored = Accelerator.from_pretrained(tmp_path / "a", base, dtype=torch.float32)
+    for name, tensor in stored.state_dict().items():
+        assert torch.equal(tensor, same.state_dict()[name]), name
+    further = tiny_training(tmp_path / "c", base=base, shape={}, arguments=more, epochs=3)
+    assert loss_of(further) < loss_of(same)
+    with pytest.raises(MultirateError, match=r"so rank cannot be given beside start_from"):
+        tiny_training(tmp_path / "d", base=base, shape={"rank": 2}, arguments=more)
+    with pytest.raises(MultirateError, match="nowhere"):
+        tiny_training(tmp_path / "d", base=base, shape={}, arguments={"start_from": "./nowhere"})
+
+
+def test_resuming_from_another_start_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_base()
+    for name, epochs in (("a", 0), ("b", 1)):
+        tiny_training(tmp_path / name, base=base, epochs=epochs)
+
+    def killed(run: loop.TrainingRun) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.TrainingRun, "train_step", killed)
+        tiny_training(tmp_path / "c", base=base, shape={}, arguments={"start_from": tmp_path / "a"})
+    with pytest.raises(MultirateError, match="start_from"):
+        tiny_training(
+            tmp_path / "c",
+            base=base,
+            shape={},
+            arguments={"start_from": tmp_path / "b"},
+            resume=True,
+        )

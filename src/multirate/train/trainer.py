@@ -7,6 +7,8 @@ checkpoint beside it; when checkpoints are written does not influence the result
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -70,6 +72,7 @@ def train_accelerator(
     *,
     heldout: Sequence[Row] | None = None,
     preset: str = "carry",
+    start_from: str | Path | None = None,
     name: str = "",
     revision: str | None = None,
     options: TrainingOptions | None = None,
@@ -94,6 +97,9 @@ def train_accelerator(
         output: folder to save to.
         heldout: texts to measure acceptance on; by default some of `rows` are kept back.
         preset: see `config.accelerator.preset_config`.
+        start_from: an accelerator of this model, as for `Accelerator.from_pretrained`, that is trained
+            further: its shape, draft vocabulary and weights in place of the preset's and the
+            closed-form start.
         name: the base model's name, for the saved config.
         revision: its revision.
         options: steps, weights and rates.
@@ -120,6 +126,11 @@ def train_accelerator(
             saved so far is lost.
     """
     options = options or TrainingOptions()
+    if start_from is not None and overrides:
+        raise MultirateError(
+            f"An accelerator that is trained further keeps its shape, so {', '.join(sorted(overrides))} "
+            f"cannot be given beside start_from (--start-from). Leave one of the two out."
+        )
     target, state = open_output(output, resume=resume, overwrite=overwrite)
     folder = training_folder(target)
     worst = max((int(row.ids.max()) for row in (*rows, *(heldout or ()))), default=0)
@@ -142,16 +153,21 @@ def train_accelerator(
         )
     base.model.requires_grad_(False)  # no gradient is computed for a frozen weight
     torch.manual_seed(options.seed)
-    accelerator = Accelerator.from_preset(
-        preset, base, **{"base_model_name_or_path": name, "revision": revision, **overrides}
-    )
+    if start_from is not None:
+        accelerator = Accelerator.from_pretrained(start_from, base, dtype=torch.float32)
+        options = dataclasses.replace(options, closed_form=False)
+    else:
+        accelerator = Accelerator.from_preset(
+            preset, base, **{"base_model_name_or_path": name, "revision": revision, **overrides}
+        )
     config = accelerator.config
-    if config.draft_vocab_size is not None:
+    if config.draft_vocab_size is not None and start_from is None:
         accelerator.set_draft_ids(
             batching.frequent_tokens(rows, size=config.draft_vocab_size, vocab_size=base.vocab_size)
         )
     settings = {
         **options.binding(),
+        "start_from": None if start_from is None else _fingerprint(accelerator),
         **{k: v for k, v in config.to_dict().items() if k != "expected_acceptance"},
         "base_fingerprint": config_fingerprint(base.config),
         "dtype": str(base.dtype),
@@ -197,3 +213,12 @@ def train_accelerator(
         if processes.main:
             remove_checkpoint(folder)
     return training.best_accelerator()
+
+
+def _fingerprint(accelerator: Accelerator) -> str:
+    """Of its weights and draft vocabulary."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(accelerator.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
