@@ -12,11 +12,10 @@ from tiny_models import TINY_MODELS, tiny_model
 import multirate
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
-from multirate.models.ahead import AheadOfTime
 from multirate.models.architectures import ARCHITECTURES
 from multirate.models.attention import GROUPED, group_queries
 from multirate.models.base import BaseModel
-from multirate.models.compiled import CompiledStack, compile_mode
+from multirate.models.compiled import compile_mode
 from multirate.models.packed import can_pack
 from multirate.streams.accelerator import Accelerator
 
@@ -25,10 +24,9 @@ DENSE = [n for n in TINY_MODELS if not ARCHITECTURES[n.partition("-")[0]].expert
 
 
 def libraries(base: BaseModel) -> int:
-    """How many a model's layers run through."""
-    assert isinstance(base._compiled, CompiledStack)
-    assert isinstance(base._compiled._run, AheadOfTime)
-    return len(base._compiled._run._libraries)
+    """How many a model's layers and draft steps run through."""
+    assert base._compiled is not None and base._compiled._ahead is not None
+    return len(base._compiled._ahead._libraries)
 
 
 @torch.inference_mode()
@@ -69,8 +67,7 @@ def test_compiled_layers_compute_what_eager_ones_do(name: str, mode: str, batch:
         cases += [([6, 6], 4, True, None), ([6, 6], 4, True, 2), ([6, 6], 4, False, 1)]
     expected = [logits(base, s, n, tree=tree, last=last) for s, n, tree, last in cases]
     base.compile(mode)
-    for rows in (1, 3) if batch else (1,):
-        base.warm_up(rows)
+    base.warm_up(3 if batch else 1)
     assert base.compile_mode == mode
     compiled = libraries(base)
     assert compiled == (4 if batch else 2)
@@ -113,15 +110,16 @@ def test_without_a_compiler_the_reason_says_what_to_do(
         base.warm_up(1)
 
 
+def fail(*args: object) -> None:
+    raise RuntimeError("\nno compiler here\nand much more")
+
+
 def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     base = BaseModel(tiny_model("llama"))
     expected = logits(base, [9], 4)
     base.compile("layers")
 
-    def fail(*args: object) -> None:
-        raise RuntimeError("\nno compiler here\nand much more")
-
-    monkeypatch.setattr(base._compiled, "_run", fail)
+    monkeypatch.setattr(base._compiled, "_ahead", fail)
     with pytest.warns(UserWarning, match="layers run eagerly: no compiler here$"):
         base.warm_up(1)
     assert base.compile_mode is None

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from multirate.decode.drafter import Draft, DraftRequest, Observation
 from multirate.decode.stream import StreamDrafter
-from multirate.streams.accelerator import Accelerator, Carried
+from multirate.streams.accelerator import Accelerator, Carried, Guess
 
 # The first position with features before it. Own slots count from it: attention sees differences only.
 FIRST = 1
@@ -65,15 +64,17 @@ class OwnKvRun(StreamDrafter):
             self.features[i][row, position] = state[row, entry]
 
     def draft(self, request: DraftRequest) -> Draft:
-        def first() -> tuple[Tensor, Carried]:
-            carried = self._read_on(request)
-            return self.accelerator.draft_logits(carried.states[1]), carried
-
         lengths = [length - FIRST for length in request.lengths]
-        return self._draft(request, first, lengths=lengths, arena=self.arena)
+        return self._draft(
+            request,
+            lambda: self._read_on(request),
+            self.accelerator.base.block(lengths, request.count),
+            lengths=lengths,
+            arena=self.arena,
+        )
 
-    def _read_on(self, request: DraftRequest) -> Carried:
-        """Read the text up to its last token: p at entry and exit there, each `[R, 1, D]`."""
+    def _read_on(self, request: DraftRequest) -> Guess:
+        """Read the text up to its last token, `[R, 1]`: what follows it."""
         base, lengths = self.accelerator.base, request.lengths
         lacking = (length + 1 - read for length, read in zip(lengths, self.read, strict=True))
         n = max(1, *lacking)  # what stands behind the last token is needed in any case
@@ -82,13 +83,15 @@ class OwnKvRun(StreamDrafter):
         starts = [max(FIRST, length + 1 - n) for length in lengths]
         texts = [row[start : start + n] for row, start in zip(request.ids, starts, strict=True)]
         ids = torch.tensor([[*text, *[0] * (n - len(text))] for text in texts], device=base.device)
-        before = torch.tensor(starts, device=base.device)[:, None] - 1
-        before = before + torch.arange(n, device=base.device)
-        rows = torch.arange(len(starts), device=base.device)
-        carried = tuple(self.features[i][rows[:, None], before] for i in self.carry_layers)
+        if len(starts) == 1:
+            before = slice(starts[0] - 1, starts[0] - 1 + n)
+            states = tuple(self.features[i][:, before] for i in self.carry_layers)
+        else:
+            places = torch.tensor(starts, device=base.device)[:, None] - 1
+            places = places + torch.arange(n, device=base.device)
+            rows = torch.arange(len(starts), device=base.device)[:, None]
+            states = tuple(self.features[i][rows, places] for i in self.carry_layers)
         block = base.block([start - FIRST for start in starts], n)
-        start = self.accelerator.enter(ids, Carried(carried, own=False), block, self.arena)
-        end = self.accelerator.advance(start, block, self.arena, None)
+        last = torch.tensor([[len(text) - 1] for text in texts], device=base.device)
         self.read = [length + 1 for length in lengths]
-        last = torch.tensor([len(text) - 1 for text in texts], device=base.device)
-        return Carried((start[rows, last][:, None], end[rows, last][:, None]), own=True)
+        return self.accelerator.guess(ids, Carried(states, own=False), block, self.arena, last=last)

@@ -14,6 +14,10 @@ from torch import Tensor
 from multirate.decode.drafter import Draft, DraftRequest, as_tensor
 from multirate.decode.sampling import Sampler
 from multirate.decode.tree import Tree, caterpillar
+from multirate.streams.step import Ranking
+
+# What a draft step makes of its nodes: logits `[R, m, Vd]`, or their ranking where none are drawn.
+Ranked = Tensor | Ranking
 
 
 def draft_chain(
@@ -27,27 +31,47 @@ def draft_chain(
         request: what the loop wants.
         ids: as in `Draft`.
     """
+
+    def step_level(level: Level) -> Tensor:
+        return step(level.depth, level.tokens[:, 0])[:, None]
+
+    return draft_levels(step_level, request, ids, max_beam=1)
+
+
+def draft_levels(
+    step: Callable[[Level], Ranked], request: DraftRequest, ids: Tensor | None, *, max_beam: int
+) -> Draft:
+    """Grow a tree, where that is asked for, or draft one token after another.
+
+    Args:
+        step: as for `grow_tree`.
+        request: what the loop wants.
+        ids: as in `Draft`.
+        max_beam: most nodes of a level that are continued.
+    """
     if request.growth is not None:
-        return grow_tree(
-            lambda level: step(level.depth, level.tokens[:, 0])[:, None], request, ids, max_beam=1
-        )
-    sampler, token = request.sampler, request.last
+        return grow_tree(step, request, ids, max_beam=max_beam)
+    sampler, last = request.sampler, request.last[:, None]
+    root = torch.zeros_like(last)
     tokens: list[Tensor] = []  # each [R, w], the draft and its runners-up
     probs: list[Tensor] = []
-    chance = torch.ones(len(token), device=token.device)
+    chance = torch.ones(len(last), device=last.device)
     for made in range(request.count):
         if made > 0 and not request.go_on(made, float(chance.mean())):
             break
-        q = sampler.probabilities(sampler.warp_draft(step(made, token)))
-        width = min(request.width, q.shape[-1])
+        made_of_it = step(Level(made, last, root, None))
         if sampler.greedy:
-            columns = q.topk(width).indices
+            best = _ranking(made_of_it, request, ids)
+            chance = chance * best.chances[:, 0, 0]
+            tokens.append(best.tokens[:, 0])
         else:
-            columns, drawn_from = draw_different(q, width, sampler)
+            assert isinstance(made_of_it, Tensor)
+            q = sampler.probabilities(sampler.warp_draft(made_of_it[:, 0]))
+            columns, drawn_from = draw_different(q, min(request.width, q.shape[-1]), sampler)
             probs.append(drawn_from)
-        chance = chance * q.gather(-1, columns[:, :1])[:, 0]
-        tokens.append(columns if ids is None else ids[columns])
-        token = tokens[-1][:, 0]
+            chance = chance * q.gather(-1, columns[:, :1])[:, 0]
+            tokens.append(columns if ids is None else ids[columns])
+        last = tokens[-1][:, :1]
     ranked = torch.stack(tokens, dim=1)  # [R, k, w]
     chain, parents = ranked[..., 0], None
     q_all = torch.stack(probs, dim=1) if probs else None  # [R, k, w, Vd]
@@ -58,6 +82,16 @@ def draft_chain(
     elif q_all is not None:
         q_all = q_all[:, :, 0]
     return Draft(chain, parents, q_all, ids)
+
+
+def _ranking(ranked: Ranked, request: DraftRequest, ids: Tensor | None) -> Ranking:
+    """The best `request.width` candidates of each node."""
+    if isinstance(ranked, Tensor):
+        sampler = request.sampler
+        q = sampler.probabilities(sampler.warp_draft(ranked.flatten(0, 1))).view(ranked.shape)
+        best = q.topk(min(request.width, q.shape[-1]))
+        return Ranking(best.indices if ids is None else ids[best.indices], best.values)
+    return Ranking(ranked.tokens[..., : request.width], ranked.chances[..., : request.width])
 
 
 def draw_different(q: Tensor, count: int, sampler: Sampler) -> tuple[Tensor, Tensor]:
@@ -103,7 +137,7 @@ class Level:
 
 
 def grow_tree(
-    step: Callable[[Level], Tensor],
+    step: Callable[[Level], Ranked],
     request: DraftRequest,
     ids: Tensor | None,
     *,
@@ -114,12 +148,12 @@ def grow_tree(
     Each step continues the likeliest nodes of the last level and ranks what follows each of them.
 
     Args:
-        step: draft logits `[R, m, Vd]` after the nodes of a level.
+        step: what follows the nodes of a level.
         request: what the loop wants, `growth` among it.
         ids: as in `Draft`.
         max_beam: most nodes of a level that are continued.
     """
-    growth, sampler, device = request.growth, request.sampler, request.last.device
+    growth, device = request.growth, request.last.device
     assert growth is not None
     rows = range(len(request.last))
     tokens: list[list[int]] = [[] for _ in rows]
@@ -133,11 +167,11 @@ def grow_tree(
     beam = growth.beam(0, [[1.0] for _ in rows], 1)
     while beam > 0:
         steps.append(beam)
-        q = sampler.probabilities(sampler.warp_draft(step(level).flatten(0, 1)))
-        best = q.topk(min(request.width, q.shape[-1]))
-        columns = best.indices if ids is None else ids[best.indices]
+        best = _ranking(step(level), request, ids)
         new: list[list[int]] = [[] for _ in rows]
-        ranked = zip(columns.tolist(), best.values.tolist(), strict=True)
+        ranked = zip(
+            best.tokens.flatten(0, 1).tolist(), best.chances.flatten(0, 1).tolist(), strict=True
+        )
         nodes = [(row, entry) for row in rows for entry in continued[row]]
         for (row, entry), node in zip(nodes, ranked, strict=True):
             for token, claim in zip(*node, strict=True):

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from multirate.decode.drafter import MAX_BEAM, RANKED, Draft, Drafter, DraftRequest
-from multirate.decode.growth import Level, draft_chain, grow_tree
+from multirate.decode.growth import Level, draft_levels
 from multirate.models.arena import KVArena
 from multirate.models.base import Block
-from multirate.streams.accelerator import Accelerator, Carried
+from multirate.streams.accelerator import Accelerator, Carried, Guess
+from multirate.streams.step import Ranking
 
 
 class StreamDrafter(Drafter):
@@ -47,7 +48,8 @@ class StreamDrafter(Drafter):
     def _draft(
         self,
         request: DraftRequest,
-        first: Callable[[], tuple[Tensor, Carried]],
+        first: Callable[[], Guess],
+        chain: Block,
         *,
         lengths: Sequence[int],
         arena: KVArena,
@@ -56,39 +58,38 @@ class StreamDrafter(Drafter):
 
         Args:
             request: what the loop wants.
-            first: takes the stream over the last token: draft logits `[R, 1, Vd]` and what it leaves.
+            first: takes the stream over the last token.
+            chain: the last token and `request.count - 1` drafts behind it.
             lengths: the last token's slot in `arena`, one a row.
             arena: where the stream's layers read and write.
         """
         stream, base = self.accelerator, self.accelerator.base
         carried: Carried
 
-        def run(tokens: Tensor, block: Block) -> Tensor:
+        def step(level: Level) -> Tensor | Ranking:
             nonlocal carried
-            prefix = stream.prefix(lengths, block.positions)
-            logits, carried = stream.step(tokens, carried, block, arena, prefix)
-            return logits
+            if level.depth == 0:
+                guess = first()
+            elif level.tree is None:
+                block = chain.single(level.depth)
+                prefix = stream.prefix(lengths, block.positions)
+                guess = stream.guess(level.tokens, carried, block, arena, prefix)
+            else:
+                row = torch.arange(len(lengths), device=level.tokens.device)[:, None]
+                states = tuple(state[row, level.parents] for state in carried.states)
+                depths, mask = level.tree.depths, level.tree.mask
+                block = base.block(lengths, mask.shape[-1], depths=depths, block_mask=mask)
+                block = block.tail(level.tokens.shape[1])
+                prefix = stream.prefix(lengths, block.positions)
+                guess = stream.guess(
+                    level.tokens, Carried(states, carried.own), block, arena, prefix
+                )
+            carried = guess.carried
+            if guess.ranking is not None and request.sampler.greedy:
+                return guess.ranking
+            return guess.logits
 
-        def step(made: int, token: Tensor) -> Tensor:
-            nonlocal carried
-            if made == 0:
-                logits, carried = first()
-                return logits[:, 0]
-            return run(token[:, None], base.block([n + made for n in lengths], 1))[:, 0]
-
-        def step_level(level: Level) -> Tensor:
-            nonlocal carried
-            if level.tree is None:
-                return step(level.depth, level.tokens[:, 0])[:, None]
-            row = torch.arange(len(lengths), device=level.tokens.device)[:, None]
-            carried = Carried(tuple(s[row, level.parents] for s in carried.states), carried.own)
-            depths, mask = level.tree.depths, level.tree.mask
-            block = base.block(lengths, mask.shape[-1], depths=depths, block_mask=mask)
-            return run(level.tokens, block.tail(level.tokens.shape[1]))
-
-        if request.growth is not None:
-            return grow_tree(step_level, request, stream.draft_ids, max_beam=MAX_BEAM)
-        return draft_chain(step, request, stream.draft_ids)
+        return draft_levels(step, request, stream.draft_ids, max_beam=MAX_BEAM)
 
 
 class AcceleratorDrafter(StreamDrafter):
@@ -99,6 +100,7 @@ class AcceleratorDrafter(StreamDrafter):
         accelerator.fold()
 
     def start(self, *, rows: int, max_len: int) -> Drafter:
+        self.accelerator.warm_up(rows)
         if not self.accelerator.config.own_kv:
             return self
         from multirate.decode.eagle import OwnKvRun  # which is a drafter with a stream itself
@@ -107,11 +109,12 @@ class AcceleratorDrafter(StreamDrafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         stream, lengths = self.accelerator, request.lengths
+        chain = stream.base.block(lengths, request.count)
 
-        def first() -> tuple[Tensor, Carried]:
+        def first() -> Guess:
             carried = Carried(tuple(request.states[i] for i in stream.carry_layers), own=False)
-            block = stream.base.block(lengths, 1)
+            block = chain.single(0)
             prefix = stream.prefix(lengths, block.positions)
-            return stream.step(request.last[:, None], carried, block, request.arena, prefix)
+            return stream.guess(request.last[:, None], carried, block, request.arena, prefix)
 
-        return self._draft(request, first, lengths=lengths, arena=request.arena)
+        return self._draft(request, first, chain, lengths=lengths, arena=request.arena)

@@ -1,4 +1,4 @@
-"""Stacks of decoder layers compiled ahead of time (torch.export and AOTInductor), kept between runs.
+"""Stacks compiled ahead of time (torch.export and AOTInductor), kept between runs.
 
 `torch.compile` checks at every call whether its code still fits, and runs Python between kernels: on a
 CPU that takes as long as a small layer's own work. A library made ahead of time is one C++ call, and
@@ -15,10 +15,11 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,12 +27,11 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim, export
 
+from multirate.models.block import Block
 from multirate.models.cache import load_once_built
 from multirate.models.kernels import require_compiler
+from multirate.models.stack import Call, KeysValues, Stack, run_stack
 
-# Keys and values of a layer, `[rows, kv_heads, max_len, head_dim]` each.
-KeysValues = tuple[Tensor, Tensor]
-Rotary = tuple[Tensor, Tensor]
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 # Sizes of examples that nothing else has: equal sizes would be taken for the same one.
@@ -42,72 +42,75 @@ ROWS, POSITIONS, VISIBLE, SLOTS = 11, 13, 37, 47
 _OPTIONS = {"cpp.threads": 1}
 
 
-class AheadOfTime:
-    """Calls `stack(layers, kinds, h, slots, positions, masks, rotary, memory)` through a library.
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A stack, ready to be called.
 
-    Args:
-        stack: `models.compiled.run_stack`.
+    Attributes:
+        signatures: of its modules.
+        weights: of all of them.
+        kinds: attention types, each once.
+        runs: its libraries, by what tells sizes and types of inputs apart.
     """
 
-    def __init__(self, stack: Callable[..., list[Tensor]]) -> None:
-        self.stack = stack
-        self._layers: WeakKeyDictionary[nn.Module, tuple[str, list[Tensor]]] = WeakKeyDictionary()
+    signatures: tuple[str, ...]
+    weights: list[Tensor]
+    kinds: tuple[str, ...]
+    runs: dict[tuple[Any, ...], Run] = field(default_factory=dict)
+
+
+class AheadOfTime:
+    """Runs stacks through libraries."""
+
+    def __init__(self) -> None:
+        self._stacks: WeakKeyDictionary[Stack, _Ready] = WeakKeyDictionary()
         self._libraries: dict[tuple[Any, ...], Run] = {}
 
     def __call__(
         self,
-        layers: Sequence[nn.Module],
-        kinds: Sequence[str],
-        h: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        masks: Mapping[str, Tensor],
-        rotary: Mapping[str, Rotary],
+        stack: Stack,
+        inputs: Sequence[Tensor],
+        block: Block,
         memory: Sequence[KeysValues],
     ) -> list[Tensor]:
-        """As the stack itself."""
-        tensors = [h, slots, positions]
-        for kind in dict.fromkeys(kinds):
-            tensors += (masks[kind], *rotary[kind])
+        """As `run_stack`."""
+        if block.visible == 1:  # a size of one is a graph of its own, and this one is too rare
+            return run_stack(stack, inputs, block, memory)
+        ready = self._stacks.get(stack)
+        if ready is None:
+            ready = self._stacks[stack] = _ready(stack)
         # A library computes addresses from sizes and checks no strides; an arena's layer is contiguous.
-        tensors = [tensor.contiguous() for tensor in tensors]
+        tensors = [tensor.contiguous() for tensor in inputs]
+        rows, positions = block.slots.shape
+        key = (rows > 1, positions > 1, *[tensor.dtype for tensor in inputs])
+        tensors += block.tensors(ready.kinds)
         for own in memory:
             tensors += own
-        signatures = []
-        for layer in layers:
-            signature, weights = self._known(layer)
-            signatures.append(signature)
-            tensors += weights
-        mask = masks[kinds[0]]
-        if mask.shape[-1] == 1:  # a size of one is a graph of its own, and this one is too rare
-            return self.stack(layers, kinds, h, slots, positions, masks, rotary, memory)
-        key = (*signatures, *kinds, h.shape[0] > 1, h.shape[1] > 1, h.dtype, mask.dtype)
-        run = self._libraries.get(key)
+        leading = len(tensors)
+        tensors += ready.weights
+        run = ready.runs.get(key)
         if run is None:
-            run = self._libraries[key] = self._load(layers, kinds, key, tensors)
+            run = ready.runs[key] = self._find(stack, ready, key, tensors, leading)
         return run(tensors)
 
-    def _known(self, layer: nn.Module) -> tuple[str, list[Tensor]]:
-        known = self._layers.get(layer)
-        if known is None:
-            known = self._layers[layer] = _signature(layer), list(_tensors(layer).values())
-        return known
-
-    def _load(
+    def _find(
         self,
-        layers: Sequence[nn.Module],
-        kinds: Sequence[str],
+        stack: Stack,
+        ready: _Ready,
         key: tuple[Any, ...],
         tensors: list[Tensor],
+        leading: int,
     ) -> Run:
-        name = hashlib.sha256(repr((key, _environment())).encode()).hexdigest()[:16]
+        """The library for tensors like these; the first `leading` of them are no weights."""
+        form = (*ready.signatures, *stack.kinds, *key)
+        if form in self._libraries:
+            return self._libraries[form]
+        name = hashlib.sha256(repr((form, _environment())).encode()).hexdigest()[:16]
 
         def build(path: Path) -> None:
-            what = "a decoder layer" if len(layers) == 1 else f"{len(layers)} decoder layers as one"
-            compiler = require_compiler(what)
-            print(f"multirate: compiling {what} (once)", file=sys.stderr, flush=True)
-            form = _Form(self.stack, layers, kinds)
-            _compile(form, tensors, len(tensors) - form.weights, compiler, path)
+            compiler = require_compiler(stack.name)
+            print(f"multirate: compiling {stack.name} (once)", file=sys.stderr, flush=True)
+            _compile(_Form(stack, len(key) - 2, ready.kinds), tensors, leading, compiler, path)
 
         def load(path: Path) -> Run:
             run: Run = torch._inductor.aoti_load_package(str(path)).loader.run
@@ -115,76 +118,73 @@ class AheadOfTime:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of compilers about themselves
-            return load_once_built(f"layers-{name}.pt2", build, load)
+            run = self._libraries[form] = load_once_built(f"layers-{name}.pt2", build, load)
+        return run
+
+
+def _ready(stack: Stack) -> _Ready:
+    modules = cast(tuple[nn.Module, ...], stack.modules)
+    return _Ready(
+        tuple(_signature(module) for module in modules),
+        [tensor for module in modules for tensor in _tensors(module).values()],
+        tuple(dict.fromkeys(stack.kinds)),
+    )
 
 
 class _Form(nn.Module):
-    """A stack as a function of tensors alone: h, slots, positions, what each kind of attention needs,
-    each layer's keys and values, and the weights of all layers."""
+    """A stack as a function of tensors alone: its inputs, slots, positions, what each kind of attention
+    needs, each layer's keys and values, and all weights."""
 
-    stack: Callable[..., list[Tensor]]
-    layers: Sequence[nn.Module]
+    stack: Stack
+    parts: tuple[nn.Module, ...]
 
-    def __init__(
-        self,
-        stack: Callable[..., list[Tensor]],
-        layers: Sequence[nn.Module],
-        kinds: Sequence[str],
-    ) -> None:
+    def __init__(self, stack: Stack, inputs: int, kinds: Sequence[str]) -> None:
         super().__init__()
         # Not submodules: their weights are inputs.
-        self.__dict__.update(stack=stack, layers=layers)
-        self.kinds = list(kinds)
-        self.names = [list(_tensors(layer)) for layer in layers]
-
-    @property
-    def weights(self) -> int:
-        return sum(map(len, self.names))
+        self.__dict__.update(stack=stack, parts=stack.modules)
+        self.inputs, self.kinds = inputs, list(kinds)
+        self.names = [list(_tensors(module)) for module in self.parts]
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        h, slots, positions, *rest = tensors
+        inputs, (slots, positions, *rest) = tensors[: self.inputs], tensors[self.inputs :]
         masks, rotary = {}, {}
-        for kind in dict.fromkeys(self.kinds):
+        for kind in self.kinds:
             masks[kind], cos, sin, *rest = rest
             rotary[kind] = (cos, sin)
         memory = []
-        for _ in self.layers:
+        for _ in self.stack.layers:
             keys, values, *rest = rest
             memory.append((keys, values))
         calls = []
-        for layer, names in zip(self.layers, self.names, strict=True):
-            calls.append(_with_weights(layer, dict(zip(names, rest, strict=False))))
+        for module, names in zip(self.parts, self.names, strict=True):
+            calls.append(_with_weights(module, dict(zip(names, rest, strict=False))))
             rest = rest[len(names) :]
-        out: list[Tensor] = self.stack(
-            calls, self.kinds, h, slots, positions, masks, rotary, memory
-        )
-        return out
+        block = Block(positions, slots, None, masks[self.kinds[0]].shape[-1], masks, rotary)
+        return run_stack(self.stack.with_modules(calls), inputs, block, memory)
 
 
-def _with_weights(layer: nn.Module, weights: dict[str, Tensor]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: torch.func.functional_call(layer, weights, args, kwargs)
+def _with_weights(module: nn.Module, weights: dict[str, Tensor]) -> Call:
+    return lambda *args, **kwargs: torch.func.functional_call(module, weights, args, kwargs)
 
 
-def _tensors(layer: nn.Module) -> dict[str, Tensor]:
-    """Everything that a layer computes with, by name."""
-    return {n: t.detach() for n, t in (*layer.named_parameters(), *layer.named_buffers())}
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Everything that a module computes with, by name."""
+    return {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _compile(form: _Form, tensors: list[Tensor], leading: int, compiler: str, path: Path) -> None:
     """Write a library for tensors like these; the first `leading` of them are no weights."""
-    rows = ROWS if tensors[0].shape[0] > 1 else 1
-    positions = POSITIONS if tensors[0].shape[1] > 1 else 1
-    kinds = len(dict.fromkeys(form.kinds))
-    # By place: which dimension of an input has which size.
-    places = [{0: rows, 1: positions}] * 3
-    for _ in range(kinds):
-        places += [{0: rows, 2: positions, 3: VISIBLE}, *[{0: rows, 1: positions}] * 2]
-    places += [{0: rows, 2: SLOTS}] * (leading - len(places))
+    # By place: which dimension of an input has which size. What has a size of one keeps it.
+    places = [{0: ROWS, 1: POSITIONS}] * (form.inputs + 2)
+    for _ in form.kinds:
+        places += [{0: ROWS, 2: POSITIONS, 3: VISIBLE}, *[{0: ROWS, 1: POSITIONS}] * 2]
+    places += [{0: ROWS, 2: SLOTS}] * (leading - len(places))
     examples, dynamic = [], []
     for tensor, sizes in zip(tensors, places, strict=False):
+        sizes = {dim: size for dim, size in sizes.items() if tensor.shape[dim] > 1}
         shape = [sizes.get(dim, size) for dim, size in enumerate(tensor.shape)]
         examples.append(torch.zeros(shape, dtype=tensor.dtype))
-        dynamic.append({d: Dim.DYNAMIC if n > 1 else Dim.STATIC for d, n in sizes.items()})
+        dynamic.append(dict.fromkeys(sizes, Dim.DYNAMIC))
     program = export(
         form,
         ([*examples, *tensors[leading:]],),
@@ -202,19 +202,29 @@ def _compile(form: _Form, tensors: list[Tensor], leading: int, compiler: str, pa
 # ---------------------------------------------------------------- what a library depends on
 
 
-def _signature(layer: nn.Module) -> str:
-    """Equal for layers that compute the same of equal tensors."""
-    config = getattr(getattr(layer, "self_attn", None), "config", None)
+def _signature(whole: nn.Module) -> str:
+    """Equal for modules that compute the same of equal tensors."""
+    config = getattr(getattr(whole, "self_attn", None), "config", None)
     facts: list[Any] = []
     if config is not None:
         facts.append({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})
-    facts += [(n, t.shape, t.stride(), t.dtype) for n, t in _tensors(layer).items()]
-    for name, module in layer.named_modules():
+    facts += [(n, t.shape, t.stride(), t.dtype) for n, t in _tensors(whole).items()]
+    for name, module in whole.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
         plain.pop("layer_idx", None)  # the arena goes by slots
-        facts.append((name, type(module).__qualname__, type(module).__module__, plain))
+        kind = type(module)
+        facts.append((name, kind.__qualname__, kind.__module__, _code(kind.__module__), plain))
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _code(module: str) -> str | None:
+    """A hash of one of our own modules outside this room; versions stand for others' code."""
+    if module.partition(".")[0] != __name__.partition(".")[0]:
+        return None
+    file = sys.modules[module].__file__
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @cache

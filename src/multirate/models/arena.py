@@ -1,7 +1,7 @@
 """The KV arena: one preallocated key and value tensor per layer, shared by all streams.
 
 The arena knows nothing about tokens or acceptance. A forward pass names the slots its rows write to
-and how many leading slots are attended (a `Block`, see `multirate.models.base`); what a row may see
+and how many leading slots are attended (a `Block`, see `multirate.models.block`); what a row may see
 is the mask's business. Rolling back is therefore free: a rejected draft is simply not counted, and
 the next write overwrites it.
 """
@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 if TYPE_CHECKING:
-    from multirate.models.base import Block
+    from multirate.models.block import Block
 
 
 def write_slots(target: Tensor, slots: Tensor, states: Tensor) -> None:

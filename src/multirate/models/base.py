@@ -10,13 +10,11 @@ Shapes: B rows, n block positions, L attended slots, D hidden size, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from multirate.config.errors import MultirateError
@@ -24,7 +22,8 @@ from multirate.models.ahead import POSITIONS, ROWS, SLOTS, VISIBLE
 from multirate.models.architectures import FULL, SLIDING, architecture_of, layer_types
 from multirate.models.arena import KVArena
 from multirate.models.attention import GROUPED
-from multirate.models.compiled import CompiledStack, compile_mode
+from multirate.models.block import Block, Blocks, Rotary
+from multirate.models.compiled import Compiled, compile_mode
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
 from multirate.models.packing import layer_packer
 from multirate.models.quantized import (
@@ -33,44 +32,9 @@ from multirate.models.quantized import (
     quantize_with_torchao,
     require_quantizable,
 )
+from multirate.models.stack import Stack, stack_of
 
 ATTENTION_IMPLEMENTATIONS = ("sdpa", GROUPED, "eager")
-
-
-@dataclass(frozen=True)
-class Block:
-    """Where one forward pass's positions sit and what they may see. Made by `BaseModel.block`.
-
-    Attributes:
-        positions: `[B, n]` rotary positions.
-        slots: `[B, n]` arena slots that are written.
-        start: first slot when all rows write the same contiguous run, else None.
-        visible: arena slots `[0, visible)` enter attention.
-        masks: per attention type, `[B, 1, n, visible]`; bool (True = seen) or additive.
-        rotary: per attention type, the (cos, sin) pair.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    start: int | None
-    visible: int
-    masks: dict[str, Tensor]
-    rotary: dict[str, tuple[Tensor, Tensor]]
-
-    def tail(self, n: int) -> Block:
-        """The last n positions alone; what the others wrote they see as before."""
-
-        def last(x: Tensor) -> Tensor:
-            return x[:, -n:].contiguous()  # once, not in every compiled layer
-
-        return Block(
-            positions=last(self.positions),
-            slots=last(self.slots),
-            start=None if self.start is None else self.start + self.slots.shape[1] - n,
-            visible=self.visible,
-            masks={kind: mask[:, :, -n:].contiguous() for kind, mask in self.masks.items()},
-            rotary={kind: (last(cos), last(sin)) for kind, (cos, sin) in self.rotary.items()},
-        )
 
 
 class BaseModel:
@@ -95,15 +59,21 @@ class BaseModel:
                 f"Attention implementation {attention!r} cannot read the KV arena's masks. Load the "
                 f"model with attn_implementation set to one of {', '.join(ATTENTION_IMPLEMENTATIONS)}."
             )
-        self._additive_masks = attention == "eager"
         body = cast(nn.Module, model.get_decoder())
         self.embed_tokens = cast(nn.Embedding, body.embed_tokens)
         self.layers = cast(nn.ModuleList, body.layers)
         self.final_norm = cast(nn.Module, body.norm)
-        self.rotary_emb = cast(nn.Module, body.rotary_emb)
+        self._blocks = Blocks(
+            cast(nn.Module, body.rotary_emb),
+            self.layer_types,
+            window=getattr(self.config, "sliding_window", None),
+            rotary_per_type=self.architecture.rotary_per_type,
+            additive=attention == "eager",
+        )
         self.lm_head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
         self._packing: str | None = None
-        self._compiled: CompiledStack | None = None
+        self._compiled: Compiled | None = None
+        self._stack: Stack | None = None  # all layers
         self._warm: set[bool] = set()  # of batches of one row, and of several
 
     @property
@@ -233,54 +203,22 @@ class BaseModel:
         Returns:
             Block: positions, slots, masks and rotary embeddings, shared by all partial runs.
         """
-        device = self.device
-        offsets = torch.arange(n, device=device)
-        start = torch.tensor(starts, device=device)[:, None]  # [B, 1]
-        slots = start + offsets
-        positions = slots if depths is None else start + depths
-        visible = max(starts) + n
-        keys = torch.arange(visible, device=device)
-        if block_mask is None:
-            seen = keys <= slots[..., None]  # [B, n, L]
-        elif len(set(starts)) == 1:
-            seen = F.pad(block_mask, (starts[0], 0), value=True).expand(len(starts), n, -1)
-        else:
-            seen = (keys < start[..., None]).expand(-1, n, -1).clone()
-            columns = slots[:, None, :].expand(-1, n, -1)
-            seen.scatter_(2, columns, block_mask.expand(len(starts), n, n))
-        masks = {}
-        for kind in set(self.layer_types):
-            allowed = seen
-            if kind == SLIDING:
-                key_positions = keys.expand(len(starts), visible)
-                if depths is not None:  # a tree's slots are not its positions
-                    key_positions = key_positions.scatter(1, slots, positions.expand_as(slots))
-                distance = positions[..., None] - key_positions[:, None, :]
-                allowed = seen & (distance < self.config.sliding_window)
-            masks[kind] = self.mask(allowed[:, None].contiguous())
-        return Block(
-            positions=positions,
-            slots=slots,
-            start=starts[0] if len(set(starts)) == 1 else None,
-            visible=visible,
-            masks=masks,
-            rotary=self.rotary(positions),
+        return self._blocks.make(
+            starts,
+            n,
+            depths=depths,
+            block_mask=block_mask,
+            device=self.device,
+            dtype=self.dtype,
         )
 
     def mask(self, allowed: Tensor) -> Tensor:
         """A bool mask (True = seen) in the form that the attention implementation reads."""
-        if not self._additive_masks:
-            return allowed
-        zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(self.dtype).min)
+        return self._blocks.mask(allowed, self.dtype)
 
-    def rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    def rotary(self, positions: Tensor) -> dict[str, Rotary]:
         """(cos, sin) for positions `[B, n]`, per attention type."""
-        like = torch.empty(1, dtype=self.dtype, device=self.device)
-        kinds = set(self.layer_types)
-        if self.architecture.rotary_per_type:
-            return {kind: self.rotary_emb(like, positions, kind) for kind in kinds}
-        return dict.fromkeys(kinds, self.rotary_emb(like, positions))
+        return self._blocks.rotary(positions, self.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         """`[B, n]` token ids to h_0 `[B, n, D]` (any embedding scale included)."""
@@ -310,16 +248,19 @@ class BaseModel:
         Returns:
             Tensor: h_stop, `[B, n, D]`.
         """
-        if self.compile_mode == "model" and stop - start == self.num_layers:
-            every = [h, *self._run_compiled(self.layers, range(start, stop), h, block, arena)]
+        layers = list(self.layers)[start:stop]
+        if self.compile_mode == "model" and len(layers) == self.num_layers:
+            assert self._compiled is not None and self._stack is not None
+            memory = [arena.memory(i) for i in range(start, stop)]
+            every = [h, *self._compiled.layers(self._stack, h, block, memory)]
             if states is not None:
                 states.update({i: every[i] for i in states})
             return every[-1]
         arena.use(block, start, stop)
-        for i in range(start, stop):
+        for i, layer in enumerate(layers, start):
             if states is not None and i in states:
                 states[i] = h
-            h = self.run_layer(self.layers[i], i, h, block, arena)
+            h = self.run_layer(layer, i, h, block, arena)
         if states is not None and stop in states:
             states[stop] = h
         return h
@@ -329,8 +270,9 @@ class BaseModel:
     ) -> Tensor:
         """Run one decoder layer (the base's own, or a tied copy standing at `index`) on a block."""
         kind = self.layer_types[index]
-        if self.compile_mode is not None:
-            return self._run_compiled([layer], [index], h, block, arena)[0]
+        if self._compiled is not None and not self._compiled.failed:
+            stack = stack_of(layer, kind)
+            return self._compiled.layers(stack, h, block, (arena.memory(index),))[0]
         return cast(
             Tensor,
             layer(
@@ -342,26 +284,18 @@ class BaseModel:
             ),
         )
 
-    def _run_compiled(
+    def run_whole(
         self,
-        layers: Iterable[nn.Module],
-        indices: Sequence[int],
-        h: Tensor,
+        stack: Stack,
+        inputs: Sequence[Tensor],
         block: Block,
         arena: KVArena,
-    ) -> list[Tensor]:
-        """Decoder layers standing at `indices`, as one graph: the state behind each."""
-        assert self._compiled is not None
-        return self._compiled(
-            tuple(layers),
-            [self.layer_types[i] for i in indices],
-            h,
-            block.slots,
-            block.positions,
-            block.masks,
-            block.rotary,
-            [arena.memory(i) for i in indices],
-        )
+        indices: Sequence[int],
+    ) -> list[Tensor] | None:
+        """A stack whose layers stand at `indices`, compiled as one; None where this cannot be."""
+        if self._compiled is None:
+            return None
+        return self._compiled.whole(stack, inputs, block, [arena.memory(i) for i in indices])
 
     def compile(self, mode: str | None) -> None:
         """Run layers compiled from now on (`models.compiled`); for decoding only.
@@ -373,7 +307,10 @@ class BaseModel:
             MultirateError: an unknown mode.
         """
         chosen = compile_mode(mode, self.device)
-        self._compiled = None if chosen is None else CompiledStack(chosen, self.device)
+        self._compiled = None if chosen is None else Compiled(chosen, self.device)
+        self._stack = Stack(
+            tuple(self.layers), self.layer_types, name=f"{self.num_layers} decoder layers as one"
+        )
         self._warm.clear()
 
     @property
@@ -383,27 +320,40 @@ class BaseModel:
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
-        """Compile now what a batch of so many rows needs, if it is not yet."""
-        if self.compile_mode is None or (rows > 1) in self._warm:
-            return
-        rows = ROWS if rows > 1 else 1
-        for n in (POSITIONS, 1):
-            block = self.block([VISIBLE - n] * rows, n)
-            h = self.embed(torch.zeros(rows, n, dtype=torch.long, device=self.device))
-            arena = self.arena(rows=rows, max_len=SLOTS)
-            self.run_layers(h, 0, self.num_layers, block, arena)
-        self._warm.add(rows > 1)
+        """Compile now what a batch of so many rows needs, and its last row, if it is not yet."""
+        for several in {False, rows > 1} - self._warm:
+            for n in (POSITIONS, 1):
+                if self.compile_mode is None:
+                    return
+                block, arena = self.example(several=several, n=n)
+                h = self.embed(torch.zeros_like(block.slots))
+                self.run_layers(h, 0, self.num_layers, block, arena)
+            self._warm.add(several)
+
+    def example(self, *, several: bool, n: int) -> tuple[Block, KVArena]:
+        """A block of n positions, and an arena for it, of sizes that nothing else has."""
+        rows = ROWS if several else 1
+        return self.block([VISIBLE - n] * rows, n), self.arena(rows=rows, max_len=SLOTS)
 
     def head(self, h: Tensor) -> Tensor:
         """h_N `[..., D]` to logits `[..., V]`: final norm, LM head, soft cap where the model has one."""
         return self.soft_cap(cast(Tensor, self.lm_head(self.final_norm(h))))
 
+    @property
+    def logit_cap(self) -> float | None:
+        """Gemma's final logit soft-capping; None elsewhere."""
+        if not self.architecture.softcap:
+            return None
+        return getattr(self.config, "final_logit_softcapping", None)
+
     def soft_cap(self, logits: Tensor) -> Tensor:
-        """Gemma's final logit soft-capping; the identity elsewhere."""
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        if not self.architecture.softcap or cap is None:
-            return logits
-        return torch.tanh(logits / cap) * cap
+        """Logits as the model caps them."""
+        return soft_cap(logits, self.logit_cap)
 
 
-__all__ = ["ATTENTION_IMPLEMENTATIONS", "FULL", "SLIDING", "BaseModel", "Block"]
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Logits squashed into (-cap, cap); None: as they are."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+__all__ = ["ATTENTION_IMPLEMENTATIONS", "FULL", "SLIDING", "BaseModel", "Block", "soft_cap"]

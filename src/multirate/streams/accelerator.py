@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from multirate.config.accelerator import AcceleratorConfig, preset_config
 from multirate.config.errors import MultirateError
@@ -23,6 +22,7 @@ from multirate.models.packed import PACKED
 from multirate.models.packing import draft_packer
 from multirate.streams.entry import CarryEntry, FusedInputs
 from multirate.streams.layers import LeanLayer, Prefix, TiedLayer
+from multirate.streams.step import Ranking, WholeSteps
 
 # Of the base model's bytes; two of thirty layers are just below it.
 FOLD_LIMIT = 0.055
@@ -41,6 +41,20 @@ class Carried(NamedTuple):
     own: bool
 
 
+class Guess(NamedTuple):
+    """What a draft step makes of its positions.
+
+    Attributes:
+        logits: `[B, n, Vd]`.
+        carried: what they leave behind.
+        ranking: of the logits, where the step made it anyway.
+    """
+
+    logits: Tensor
+    carried: Carried
+    ranking: Ranking | None = None
+
+
 class Accelerator(nn.Module):
     """The accelerated stream of one base model.
 
@@ -53,7 +67,6 @@ class Accelerator(nn.Module):
     """
 
     draft_ids: Tensor | None
-    _draft_rows: Tensor | None
 
     def __init__(self, config: AcceleratorConfig, base: BaseModel) -> None:
         super().__init__()
@@ -80,12 +93,14 @@ class Accelerator(nn.Module):
         if config.draft_vocab_size is not None:
             ids = torch.arange(config.draft_vocab_size)
         self.register_buffer("draft_ids", ids)
-        self.register_buffer("_draft_rows", None, persistent=False)
+        # Kept out of the module tree: what it is made of is the base's.
         self.__dict__["_draft_head"] = None
+        self.__dict__["_whole"] = WholeSteps(self)
         self.to(base.device)
 
     base: BaseModel
     _draft_head: nn.Module | None
+    _whole: WholeSteps
 
     @classmethod
     def from_preset(cls, preset: str, base: BaseModel, **overrides: Any) -> Accelerator:
@@ -187,20 +202,64 @@ class Accelerator(nn.Module):
         left = (start, end) if self.entry is not None else ()
         return self.draft_logits(end), Carried(left, own=True)
 
+    def guess(
+        self,
+        ids: Tensor,
+        carried: Carried,
+        block: Block,
+        arena: KVArena,
+        prefix: Prefix | None = None,
+        *,
+        last: Tensor | None = None,
+    ) -> Guess:
+        """As `step`, in the fastest way there is.
+
+        Args:
+            ids: `[B, n]`.
+            carried: what a position before each of them left behind.
+            block: where the positions sit.
+            arena: keys and values of the stream's layers.
+            prefix: the verified slots (lean layers only).
+            last: `[B, 1]`, the only position of each row that is wanted; None for all of them.
+        """
+        out = self._whole.run(ids, carried.states, block, arena, own=carried.own, last=last)
+        if out is not None:
+            start, end, logits, tokens, chances = out
+            return Guess(logits, Carried((start, end), own=True), Ranking(tokens, chances))
+        if last is None:
+            return Guess(*self.step(ids, carried, block, arena, prefix))
+        start = self.enter(ids, carried, block, arena)
+        end = self.advance(start, block, arena, prefix)
+        row = torch.arange(len(last), device=last.device)[:, None]
+        left = start[row, last], end[row, last]
+        return Guess(self.draft_logits(left[1]), Carried(left, own=True))
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        """Compile now what drafting for a batch of so many rows needs, if it is not yet."""
+        self._whole.warm_up(rows)
+
     def draft_logits(self, p: Tensor) -> Tensor:
         """p at the exit `[..., D]` to logits over the draft vocabulary `[..., Vd]`."""
         base = self.base
-        normed = base.final_norm(p.to(base.dtype))
+        return base.soft_cap(cast(Tensor, self.draft_head()(base.final_norm(p.to(base.dtype)))))
+
+    def draft_head(self) -> nn.Module:
+        """The base's LM head for the draft vocabulary."""
         if self.draft_ids is None:
-            return base.soft_cap(cast(Tensor, base.lm_head(normed)))
-        if self._draft_head is not None:
-            return base.soft_cap(cast(Tensor, self._draft_head(normed)))
-        if self._draft_rows is None:
+            return self.base.lm_head
+        if self._draft_head is None:
             # A copy of those rows: gathering them at every step would cost more than it saves. Made
             # outside inference mode, whose tensors could not be used in training later.
             with torch.inference_mode(False), torch.no_grad():
-                self._draft_rows = cast(nn.Linear, base.lm_head).weight[self.draft_ids].detach()
-        return base.soft_cap(F.linear(normed, self._draft_rows))
+                self.__dict__["_draft_head"] = self._draft_linear(self.draft_ids)
+        return cast(nn.Module, self._draft_head)
+
+    def _draft_linear(self, ids: Tensor) -> nn.Linear:
+        rows = cast(nn.Linear, self.base.lm_head).weight[ids].detach()
+        head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        head.weight = nn.Parameter(rows, requires_grad=False)
+        return head
 
     def set_draft_ids(self, ids: Tensor) -> None:
         """Choose the draft vocabulary: `[Vd]` distinct token ids of the base's vocabulary.
@@ -222,7 +281,7 @@ class Accelerator(nn.Module):
                 f"The draft vocabulary {problem}. Make the accelerator again with `multirate train`."
             )
         self.draft_ids = ids.to(device=self.base.device, dtype=torch.long)
-        self._draft_rows = None
+        self.__dict__["_draft_head"] = None
 
     def fold(self) -> None:
         """Make drafting faster by folding adapters into copies of weights, where memory allows.
@@ -257,10 +316,7 @@ class Accelerator(nn.Module):
             if isinstance(module, FusedInputs):
                 module.pack(pack)
         if self.draft_ids is not None:
-            rows = cast(nn.Linear, self.base.lm_head).weight[self.draft_ids]
-            head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
-            head.weight = nn.Parameter(rows.detach(), requires_grad=False)
-            self.__dict__["_draft_head"] = pack(head)
+            self.__dict__["_draft_head"] = pack(self._draft_linear(self.draft_ids))
 
     def num_parameters(self) -> int:
         """Trained numbers of the accelerator (the base's are not its own)."""

@@ -38,9 +38,14 @@ class FusedInputs(nn.Module):
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """Inputs, each `[..., D]`, to `[..., D]`."""
-        x = torch.stack(tuple(inputs), dim=-2) * self.scale[:, None]
-        out: Tensor = (self.packed or self.linear)(x.flatten(-2))
-        return out
+        return fuse(inputs, self.scale, self.packed or self.linear)
+
+
+def fuse(inputs: Sequence[Tensor], scale: Tensor, linear: nn.Module) -> Tensor:
+    """`FusedInputs` as a function."""
+    x = torch.stack(tuple(inputs), dim=-2) * scale[:, None]
+    out: Tensor = linear(x.flatten(-2))
+    return out
 
 
 class CarryEntry(nn.Module):

@@ -97,7 +97,7 @@ class Processes:
             # The adapters are small: one unit, gathered once a step.
             self.accelerate.state.fsdp_plugin.auto_wrap_policy = None
         # The buffers (draft vocabulary, scales) never change.
-        buffers = [name for name, _ in loss.named_buffers()] + [f"{_PREFIX}_draft_rows"]
+        buffers = [name for name, _ in loss.named_buffers()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, buffers)
         module, optimizer = self.accelerate.prepare(loss, self._optimizer(loss))
         return module, optimizer
