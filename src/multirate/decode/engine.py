@@ -35,6 +35,7 @@ from multirate.models.forms import choose_form
 from multirate.models.loading import end_token_ids, load_pretrained, render_chat
 from multirate.models.packed import PACKED
 from multirate.models.quantized import BITS
+from multirate.models.words import pack_kept
 from multirate.streams.accelerator import Accelerator
 
 # A prompt: text (through the chat template unless raw), chat messages, or token ids.
@@ -438,6 +439,8 @@ def load(
         base.require_packable(packing)
         if stream is not None:
             stream.pack(packing)
+        if packing in BITS and form.place.converted and base.device.type == "cpu":
+            pack_kept(loaded.model, packing, Path(form.place.location))
         base.pack(packing)
     base.compile(compile)
 

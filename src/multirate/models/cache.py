@@ -44,7 +44,7 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
         with FileLock(file.with_suffix(".lock")):
             if not is_whole(file):
                 if file.exists():
-                    _note_damage(file)
+                    note_damage(file)
                 save_whole(file, build)
     return file
 
@@ -61,7 +61,7 @@ def load_once_built(name: str, build: Callable[[Path], None], load: Callable[[Pa
     try:
         return load(file)
     except (OSError, RuntimeError):
-        _note_damage(file)
+        note_damage(file)
         file.unlink(missing_ok=True)
         return load(build_once(name, build))
 
@@ -103,7 +103,8 @@ def _sum(file: Path) -> str:
     return f"{size} {crc:08x}\n"
 
 
-def _note_damage(file: Path) -> None:
+def note_damage(file: Path) -> None:
+    """Tell the user that a file is made again, and why."""
     print(
         f"multirate: {file.name} in the cache is damaged or incomplete; making it again",
         file=sys.stderr,

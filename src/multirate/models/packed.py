@@ -15,8 +15,9 @@ What is packed can no longer be trained, saved or moved to another device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
+from types import MappingProxyType
 from weakref import WeakValueDictionary
 
 import torch
@@ -95,16 +96,31 @@ def can_pack(device: torch.device | str) -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack_linears(module: nn.Module, pack: Callable[[nn.Linear], nn.Module]) -> None:
+def pack_linears(
+    module: nn.Module,
+    pack: Callable[[nn.Linear], nn.Module],
+    known: Mapping[str, nn.Module] = MappingProxyType({}),
+) -> dict[str, nn.Module]:
     """Replace every linear layer below a module by what `pack` makes of it, one after the other.
 
     Layers that read the same input are packed as one (`models.siblings`).
+
+    Args:
+        module: changed in place.
+        pack: gives the packed form of a layer.
+        known: packed layers to use instead of packing, as an earlier call returned them.
+
+    Returns:
+        Packed layers by name, those of siblings by the first one's.
     """
+    packed = {}
     alone = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
     for names, linears in list(sibling_linears(module)):
-        joint = pack(joint_linear(linears))
+        joint = packed[names[0]] = known.get(names[0]) or pack(joint_linear(linears))
         for name, sibling in zip(names, siblings_of(joint, linears), strict=True):
             module.set_submodule(name, sibling)
             del alone[name]
     for name, linear in alone.items():
-        module.set_submodule(name, pack(linear))
+        packed[name] = known.get(name) or pack(linear)
+        module.set_submodule(name, packed[name])
+    return packed
