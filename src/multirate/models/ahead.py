@@ -112,13 +112,9 @@ class AheadOfTime:
             print(f"multirate: compiling {stack.name} (once)", file=sys.stderr, flush=True)
             _compile(_Form(stack, len(key) - 2, ready.kinds), tensors, leading, compiler, path)
 
-        def load(path: Path) -> Run:
-            run: Run = torch._inductor.aoti_load_package(str(path)).loader.run
-            return run
-
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of compilers about themselves
-            run = self._libraries[form] = load_once_built(f"layers-{name}.pt2", build, load)
+            run = self._libraries[form] = load_once_built(f"layers-{name}.pt2", build, _load)
         return run
 
 
@@ -197,6 +193,20 @@ def _compile(form: _Form, tensors: list[Tensor], leading: int, compiler: str, pa
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(path), inductor_configs=options
     )
+
+
+def _load(path: Path) -> Run:
+    """The function in a library.
+
+    torch's own loader first runs programs to tell which vectors the CPU has, which takes 0.7 s; a
+    library's name stands for the CPU already.
+    """
+    try:
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    except TypeError:  # another torch's takes something else
+        loader = torch._inductor.aoti_load_package(str(path)).loader
+    run: Run = loader.run
+    return run
 
 
 # ---------------------------------------------------------------- what a library depends on
