@@ -205,6 +205,17 @@ def test_help_and_version_need_no_torch() -> None:
     assert run.stdout == "[]\n"
 
 
+def test_importing_sets_the_libraries_aside_once_and_leaves_collection_on() -> None:
+    code = (
+        "import gc; from multirate.cli.options import import_library; import_library()\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000, gc.get_freeze_count()\n"
+        "count = gc.get_freeze_count(); more = [[] for _ in range(1000)]; import_library()\n"
+        "assert gc.get_freeze_count() <= count"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_version(cli: Cli) -> None:
     assert cli("--version") == (0, f"multirate {version('multirate')}\n", "")
 

@@ -19,6 +19,7 @@ from multirate.cli.options import (
     Json,
     Model,
     accelerator_for,
+    import_library,
     note,
     write_json,
 )
@@ -62,6 +63,7 @@ def analyze(
     as_json: Json = False,
 ) -> None:
     """Figures (PNG, SVG) and numbers: how a model's states move, and what reaches the last one."""
+    import_library()
     from multirate.analyze.run import (
         analyze as run,
     )

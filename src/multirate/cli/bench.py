@@ -30,6 +30,7 @@ from multirate.cli.options import (
     Json,
     Quantize,
     accelerator_for,
+    import_library,
     note,
     save_json,
     split_names,
@@ -125,6 +126,7 @@ def speculative(
     ] = None,
 ) -> None:
     """Decode the same prompts by several methods: speed, acceptance, agreement."""
+    import_library()
     import multirate
     from multirate.bench.files import require_figure, require_writable_file, write_whole
     from multirate.bench.options import SpeculativeOptions, reads_gguf

@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from multirate.cli.options import Compile, Dtype, Json, Quantize, write_json
+from multirate.cli.options import Compile, Dtype, Json, Quantize, import_library, write_json
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.models.embedded import EMBEDDED_NAME
@@ -79,6 +79,7 @@ def demo(
         report("Loading torch and transformers")
         import multirate
 
+        import_library()
         report(f"Loading {EMBEDDED_NAME}; its first time takes a minute")
         engine = multirate.load(
             EMBEDDED_NAME, DEFAULT, dtype=dtype, quantize=quantize, compile=compile

@@ -18,6 +18,7 @@ from multirate.cli.options import (
     Model,
     Quantize,
     accelerator_for,
+    import_library,
     note,
     write,
     write_json,
@@ -112,6 +113,7 @@ def generate(
 
     import multirate
 
+    import_library()
     engine = multirate.load(
         model,
         accelerator_for(model, accelerator),

@@ -22,6 +22,7 @@ from multirate.cli.options import (
     Json,
     Quantize,
     accelerator_for,
+    import_library,
     note,
     save_json,
     split_names,
@@ -65,6 +66,7 @@ def sweep(
     ] = None,
 ) -> None:
     """Speed-ups over batch sizes, context lengths and temperatures, each on its own."""
+    import_library()
     import multirate
     from multirate.bench.files import require_writable_file
     from multirate.bench.options import SpeculativeOptions
