@@ -729,7 +729,7 @@ def test_ctrl_c_while_text_streams(cli: Cli, monkeypatch: pytest.MonkeyPatch, mo
 def test_ctrl_c_while_loading(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path, place: str
 ) -> None:
-    monkeypatch.setattr("multirate.models.loading._read_config", interrupt)
+    monkeypatch.setattr("multirate.models.places.AutoConfig.from_pretrained", interrupt)
     prompt = ["abc"] if place == "generate" else []
     assert cli(place, model, *prompt) == (130, "", "Interrupted.\n")
 
