@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +23,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import multirate
+from multirate.cli.generate import summary
 from multirate.cli.main import app, main
 from multirate.config.accelerator import preset_config
 from multirate.config.generation import GenerationOptions
 from multirate.decode.compare import Comparison
 from multirate.decode.engine import Engine
+from multirate.decode.loop import SpeculationCounts
+from multirate.decode.results import GenerationResult, Speculation
 from multirate.streams import defaults
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.folder import CONFIG_FILE, FILES, WEIGHTS_FILE
@@ -42,7 +46,7 @@ RESULT_KEYS = [
 ]  # fmt: skip
 SPECULATION_KEYS = [
     "num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length",
-    "acceptance_rate", "per_position_acceptance_rate",
+    "acceptance_rate", "per_position_acceptance_rate", "num_plain_steps", "note",
 ]  # fmt: skip
 
 
@@ -216,6 +220,30 @@ def test_importing_sets_the_libraries_aside_once_and_leaves_collection_on() -> N
     assert run.returncode == 0, run.stderr
 
 
+def commands() -> dict[tuple[str, ...], Any]:
+    """Every command and group, by the words that name it."""
+    root: Any = typer.main.get_command(app)
+    found = {(): root} | {(name,): command for name, command in root.commands.items()}
+    bench = {("bench", name): command for name, command in found[("bench",)].commands.items()}
+    return found | bench
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_helps_of_80_columns_cut_nothing(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    found = cli(*words, "--help")
+    command = commands()[words]
+    said = found.out.split()
+    options = [p for p in command.params if p.param_type_name == "option"]
+    names = {flag for p in options for flag in (*p.opts, *p.secondary_opts)}
+    assert found.code == 0 and names <= {name for word in said for name in word.split("/")}
+    assert "\u2026" not in found.out and max(map(len, found.out.splitlines())) <= 80
+    for own in getattr(command, "commands", {}).values():
+        assert own.help.partition("\n")[0] in " ".join(said)
+
+
 def test_version(cli: Cli) -> None:
     assert cli("--version") == (0, f"multirate {version('multirate')}\n", "")
 
@@ -339,6 +367,21 @@ def test_json_is_the_whole_output(cli: Cli, model: Path, accelerator: Path, engi
     assert list(data) == [*RESULT_KEYS, "speculation"]
     assert list(data["speculation"]) == SPECULATION_KEYS
     assert (data["text"], data["strategy"]) == (expected.text, "speculative")
+
+
+def test_json_tells_that_drafting_stopped_as_the_summary_does() -> None:
+    counts = SpeculationCounts(num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3)
+    notes = []
+    for plain_steps in (0, 5):
+        speculation = Speculation.of([replace(counts, num_plain_steps=plain_steps)])
+        result = GenerationResult(
+            "a", [1], 1, 0.5, "speculative", "int4", "cpu", "length", speculation
+        )
+        data = result.to_dict()["speculation"]
+        assert data["num_plain_steps"] == plain_steps
+        notes.append(data["note"])
+        assert (data["note"] or "]") in summary(result)
+    assert notes[0] is None and "stopped by itself for 5 of 7 steps" in notes[1]
 
 
 def test_summary_of_speculation(cli: Cli, model: Path, accelerator: Path) -> None:

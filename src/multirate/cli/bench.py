@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 LINES = 10  # of progress, where stderr is no terminal
 
 bench = typer.Typer(
-    name="bench", help="Measure speed and agreement of decoding methods.", no_args_is_help=True
+    name="bench",
+    help="Measure speed and agreement of decoding methods.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

@@ -32,6 +32,7 @@ app = typer.Typer(
     help="Faster decoding of frozen language models with multi-rate residual streams (M2R2).",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # its tables cut long names of options in narrow terminals
     pretty_exceptions_enable=False,
 )
 app.command()(generate)
@@ -42,6 +43,9 @@ app.command()(info)
 app.command()(analyze)
 bench.command()(sweep)
 app.add_typer(bench)
+for command in (*app.registered_commands, *bench.registered_commands):
+    # By itself click cuts the first line of a command's text short in a list of commands.
+    command.short_help = str(getattr(command.callback, "__doc__", "")).partition("\n")[0]
 
 
 def _print_version(wanted: bool) -> None:

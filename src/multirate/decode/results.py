@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from multirate.decode.loop import SpeculationCounts
@@ -105,7 +105,11 @@ class GenerationResult:
         return self.new_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that `multirate generate --json` prints."""
+        """The object that `multirate generate --json` prints.
+
+        `speculation` is there where something drafts: the fields of `Speculation`, and its `note`, null
+        where drafting never stopped by itself.
+        """
         data: dict[str, Any] = {
             "text": self.text,
             "prompt_tokens": self.prompt_tokens,
@@ -118,11 +122,5 @@ class GenerationResult:
             "finish_reason": self.finish_reason,
         }
         if self.speculation is not None:
-            data["speculation"] = {
-                name: getattr(self.speculation, name)
-                for name in (
-                    "num_drafts", "num_draft_tokens", "num_accepted_tokens",
-                    "mean_acceptance_length", "acceptance_rate", "per_position_acceptance_rate",
-                )
-            }  # fmt: skip
+            data["speculation"] = {**asdict(self.speculation), "note": self.speculation.note}
         return data
