@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 import multirate
+from multirate.bench.cost_card import step_weights
 from multirate.bench.prompts import read_prompts
+from multirate.cli.info import model_facts
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
 from multirate.models import packing
 from multirate.models.embedded import EMBEDDED_NAME
+from multirate.models.forms import choose_form
 from multirate.models.packed import can_pack
 from multirate.models.quantized import QuantizedLinear
 
@@ -52,6 +55,14 @@ def test_nothing_is_lost(kind: str, int4: Engine) -> None:
     # The same weights: sums in another order, and with AVX512-VNNI inputs of 16 bits, are all there is.
     assert (found - expected).abs().max() < 2e-2
     assert (expected.exp() * (expected - found)).sum(-1).mean() < 1e-6
+
+
+def test_info_tells_its_bytes(int4: Engine) -> None:
+    facts = model_facts(choose_form(EMBEDDED_NAME, device="cpu"))
+    model = int4.base.model
+    held = sum(t.nbytes for t in {*model.parameters(), *model.buffers()})
+    assert facts["dtype"] == "int4" and facts["step_weight_bytes"] == step_weights(int4.base)[1]
+    assert facts["weight_bytes"] == pytest.approx(held, rel=1e-5)  # rotary frequencies
 
 
 def test_the_accelerator_is_accepted_as_before(int4: Engine) -> None:

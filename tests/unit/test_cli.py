@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import typer
+from test_gguf import tiny_llama, write_gguf
 from tiny_models import MAX_POSITIONS, VOCABULARY, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -31,6 +32,7 @@ from multirate.decode.compare import Comparison
 from multirate.decode.engine import Engine
 from multirate.decode.loop import SpeculationCounts
 from multirate.decode.results import GenerationResult, Speculation
+from multirate.models.quantized import quantize_weight
 from multirate.streams import defaults
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.folder import CONFIG_FILE, FILES, WEIGHTS_FILE
@@ -642,8 +644,7 @@ def test_info_of_a_model_and_its_accelerator(
     expected = {
         "name": str(model), "supported": True, "num_layers": 4, "hidden_size": 32,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY,
-        "context_length": MAX_POSITIONS, "parameters": parameters, "weight_bytes": 2 * parameters,
-        "kv_bytes_per_token": base.arena(rows=1, max_len=1).nbytes // 2,  # it is in float32
+        "context_length": MAX_POSITIONS, "parameters": parameters,
     }  # fmt: skip
     assert {name: data["model"][name] for name in expected} == expected
     trained = Accelerator.from_pretrained(accelerator, base).num_parameters()
@@ -656,6 +657,45 @@ def test_info_of_a_model_and_its_accelerator(
     assert {name: data["accelerator"][name] for name in expected} == expected
     table = cli("info", model, "--accelerator", accelerator)
     assert table.code == 0 and "1.62" in table.out and f"{parameters:,}" in table.out
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_info_tells_what_is_used_and_its_bytes(
+    cli: Cli, model: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, packs: bool
+) -> None:
+    monkeypatch.setattr("multirate.models.forms.can_pack", lambda device: packs)
+    facts = json.loads(cli("info", model, "--json").out)["model"]
+    found = (facts["dtype"], facts["weight_bytes"], facts["step_weight_bytes"])
+    kv = engine.base.arena(rows=1, max_len=1).nbytes  # float32
+    parameters, embeddings, norms = engine.base.model.num_parameters(), VOCABULARY * 32, 9 * 32
+    if packs:  # norms are float32
+        total = 2 * parameters + 2 * norms
+        assert found == ("packed", total, total - 2 * embeddings)
+        assert facts["kv_bytes_per_token"] == kv
+    else:
+        assert found == ("bfloat16", 2 * parameters, 2 * (parameters - embeddings))
+        assert facts["kv_bytes_per_token"] == kv // 2
+    assert f" {found[0]}\n" in cli("info", model).out.replace("  ", "")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_info_tells_4_bits_where_they_are_exact(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exact: bool
+) -> None:
+    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path))
+    monkeypatch.setattr("multirate.models.forms.can_pack", lambda device: True)
+    monkeypatch.setattr("multirate.models.forms.has_kernel", lambda: True)
+    llama = tiny_llama()
+    for module in llama.model.modules() if exact else ():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = quantize_weight(module.weight, 4).groups().flatten(1)
+    facts = json.loads(cli("info", write_gguf(tmp_path / "a.gguf", llama), "--json").out)["model"]
+    head = llama.lm_head.weight.numel()
+    linears = sum(p.numel() for p in llama.model.layers.parameters() if p.dim() == 2)
+    norms = 5 * 32 * 4
+    step = linears * 5 // 8 + head * 17 // 16 if exact else 2 * (linears + head)
+    assert facts["dtype"] == ("int4" if exact else "packed")
+    assert facts["step_weight_bytes"] == step + norms
 
 
 def test_info_of_an_accelerator_alone(cli: Cli, accelerator: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`multirate info`: what is installed, and the facts of a model and of an accelerator.
 
 No weights are loaded: a model's facts come from its config, an accelerator's from the header of its
-file.
+file. Only of what came in a GGUF file a few rows are looked at, to tell whether 4 bits hold them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from multirate.models.embedded import EMBEDDED_NAME, embedded_gguf
 from multirate.streams.defaults import shipped_accelerators
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-# What a model is loaded in unless asked otherwise; sizes are given for it.
-DTYPE, BYTES = "bfloat16", 2
+    from multirate.models.forms import Form
+
+# Bits of a weight with its share of scales (`models.quantized`); an LM head has at least 8.
+_BITS = {"packed": 16.0, "int8": 8.5, "int4": 5.0}
 _BUFFERS = ("draft_ids", "scale")  # of the weights file's tensors, those that are not trained
 
 
@@ -41,10 +44,12 @@ def info(
         sections["available"] = available()
     config = None
     if model is not None:
+        from multirate.models.forms import choose_form
         from multirate.models.loading import read_config
 
-        config = read_config(model)
-        sections["model"] = model_facts(config)
+        form = choose_form(model)
+        config = read_config(form.place)
+        sections["model"] = model_facts(form)
     chosen = accelerator_for(model or "", accelerator)
     if chosen is not None:
         sections["accelerator"] = accelerator_facts(
@@ -87,11 +92,16 @@ def available() -> dict[str, Any]:
     }
 
 
-def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
-    """Shape and sizes of a model; None for what a model of an unsupported type does not tell."""
+def model_facts(form: Form) -> dict[str, Any]:
+    """Shape and sizes of a model in the form that it is used in unless another is asked for.
+
+    None for what a model of an unsupported type does not tell. `weight_bytes` is what all weights take,
+    `step_weight_bytes` what a decoding step reads of them: embeddings that are looked up are none.
+    """
     from multirate.models.architectures import ARCHITECTURES
     from multirate.models.loading import config_fingerprint
 
+    config = form.place.config
     supported = config.model_type in ARCHITECTURES
     layers = getattr(config, "num_hidden_layers", None)
     size = getattr(config, "hidden_size", None)
@@ -108,38 +118,105 @@ def model_facts(config: PreTrainedConfig) -> dict[str, Any]:
         "context_length": getattr(config, "max_position_embeddings", None),
         "parameters": None,
         "weight_bytes": None,
+        "step_weight_bytes": None,
         "kv_bytes_per_token": None,
-        "dtype": DTYPE,
+        "dtype": None,
         "fingerprint": None,
     }
     if supported:
         head_size = (
             getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         )
-        parameters = _count_parameters(config)
+        model = _without_storage(config)
+        packing = _packing(form, model)
+        stored: Any = config.dtype if form.stored == "auto" else form.stored
+        item = stored.itemsize
+        total, step = _weight_bytes(model, packing, item)
         facts |= {
-            "parameters": parameters,
-            "weight_bytes": parameters * BYTES,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "weight_bytes": total,
+            "step_weight_bytes": step,
             "kv_bytes_per_token": 2
             * config.num_hidden_layers
             * config.num_key_value_heads
             * head_size
-            * BYTES,
+            * (4 if packing else item),
+            "dtype": packing or str(stored).removeprefix("torch."),
             "fingerprint": config_fingerprint(config),
         }
     return facts
 
 
-def _count_parameters(config: PreTrainedConfig) -> int:
-    """Numbers in a model's weights, from a model without storage."""
+def _without_storage(config: PreTrainedConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
     from multirate.models import hf
 
     with hf.quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _packing(form: Form, model: PreTrainedModel) -> str | None:
+    """What linear layers are packed as; rows of the converted weights tell whether that is exact."""
+    from multirate.models.packed import PACKED
+    from multirate.models.quantized import BITS
+
+    if form.packing is None or not form.if_exact:
+        return form.packing
+    names = [f"{name}.weight" for name in _layers_linears(model)]
+    folder = Path(form.place.location)
+    return form.packing if _are_exact(folder, names, BITS[form.packing]) else PACKED
+
+
+def _layers_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Linear layers by name, without the head."""
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {name: module for name, module in linears.items() if module is not head}
+
+
+def _are_exact(folder: Path, names: list[str], bits: int) -> bool:
+    """Whether matrices of a folder's safetensors are numbers of so many bits, by their first rows."""
+    from safetensors import safe_open
+
+    from multirate.models import hf
+    from multirate.models.quantized import GROUP, is_exact
+
+    wanted = set(names)
+    for file in sorted(folder.glob("*.safetensors")):
+        with (
+            hf.reading(f"Could not read {file}", fix="Delete the folder: it is made again."),
+            safe_open(file, framework="pt") as tensors,
+        ):
+            for name in wanted & set(tensors.keys()):
+                if not is_exact(tensors.get_slice(name)[:GROUP], bits):
+                    return False
+    return True
+
+
+def _weight_bytes(model: PreTrainedModel, packing: str | None, item: int) -> tuple[int, int]:
+    """Bytes of all weights, and of those that a step reads.
+
+    Args:
+        model: without storage.
+        packing: of its linear layers; None for none.
+        item: bytes of a number that is not packed.
+    """
+    embeddings = model.get_input_embeddings().weight.numel() * item
+    head = model.get_output_embeddings()
+    if packing is None:
+        total = sum(parameter.numel() for parameter in model.parameters()) * item
+        tied = head.weight is model.get_input_embeddings().weight
+        return total, total if tied else total - embeddings
+    linears = sum(module.weight.numel() for module in _layers_linears(model).values())
+    head_numbers = head.weight.numel()
+    others = {p for p in model.parameters() if p.dim() == 1}  # norms, biases: float32
+    bits = linears * _BITS[packing] + head_numbers * max(_BITS[packing], _BITS["int8"])
+    step = int(bits) // 8 + 4 * sum(p.numel() for p in others)
+    return embeddings + step, step
 
 
 def accelerator_facts(
@@ -226,7 +303,7 @@ def _shown(name: str, value: Any) -> str:
         return ", ".join(_shown(name, item) for item in value)
     if name == "share_of_base":
         return f"{value:.2%}"
-    if name == "weight_bytes":
+    if name.endswith("weight_bytes"):
         return f"{value / 1e6:,.1f} MB"
     if isinstance(value, int):
         return f"{value:,}"
