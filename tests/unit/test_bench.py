@@ -494,7 +494,7 @@ def test_categories(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["writing"]["methods"]["other"] == {
         "speedup_vs_plain": 3.0,  # of 2 and 4
-        "speedup_vs_plain_ci": [2.0, 4.0],
+        "speedup_vs_plain_ci": None,  # which are too few
         "mean_acceptance_length": 1 + 6 / 6,
     }
     assert found["qa"]["methods"]["other"] == {
@@ -666,6 +666,29 @@ def test_table(run: Run, arguments: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert all(len(line) <= 80 for line in out.splitlines()[:8])
 
 
+@pytest.mark.parametrize(("limit", "few"), [("1", True), ("2", True), ("3", False)])
+def test_few_prompts_have_no_intervals(
+    run: Run,
+    arguments: tuple[str, ...],
+    limit: str,
+    few: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = (*arguments, "--limit", limit, "--methods", "plain,multirate")
+    assert run(*arguments) == 0
+    out = capsys.readouterr().out
+    table, said = out.split("\n\n", 1)
+    interval = r"\(\d+\.\d+-\d+\.\d+\)"
+    assert len(re.findall(interval, table)) == (0 if few else 4)
+    below = [line.split() for line in table.splitlines()[-3::2]]  # below each method's line
+    assert (below == [["-", "-"]] * 2) is few
+    assert ("Fewer than 3 prompts say nothing" in said) is few
+    assert run(*arguments, "--json") == 0
+    methods = json.loads(capsys.readouterr().out)["methods"]
+    assert (methods["multirate"]["speedup_vs_plain_ci"] is None) is few
+    assert methods["plain"]["speedup_vs_plain"] == 1.0
+
+
 def test_a_table_by_category(
     run: Run, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -730,6 +753,10 @@ def test_without_drafting_methods_no_accelerator_is_loaded(
         (["--batch", "2", "--methods", "plain,transformers-lookup"], "one prompt at a time"),
         (["--turns", "2", "--prompts", "gsm8k"], "No row of gsm8k has a second turn"),
         (["--accelerator", "none"], "'multirate' needs an accelerator"),
+        (["--methods", "plain,eagle"], "'eagle' needs data/rivals/tiny-eagle"),
+        (["--methods", "plain,paper"], "'paper' needs data/accelerators/tiny-paper"),
+        (["--methods", "medusa"], "'medusa' needs data/rivals/tiny-medusa"),
+        (["--methods", "deed"], "'deed' needs data/rivals/tiny-deed"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(

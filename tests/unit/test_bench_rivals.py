@@ -67,8 +67,13 @@ def test_lookahead_drafts_as_published_unless_asked_otherwise(engine: Engine) ->
 
 @pytest.mark.parametrize("name", ["paper", "eagle", "medusa", "deed"])
 def test_one_that_is_not_there(name: str, engine: Engine) -> None:
+    options = SpeculativeOptions((name,))
     with pytest.raises(MultirateError, match=rf"'{name}' needs .*tiny-{name}.*--output"):
-        METHODS[name].make(engine, SpeculativeOptions((name,)))
+        METHODS[name].make(engine, options)
+    with pytest.raises(MultirateError, match=rf"'{name}' needs .*tiny-{name}.*--output"):
+        options.require_weights("tiny")
+    make_all(engine.base)
+    options.require_weights("tiny")
 
 
 def test_two_models_need_a_model_and_the_same_tokens(engine: Engine) -> None:

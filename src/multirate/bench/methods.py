@@ -78,7 +78,7 @@ def _rival(rival: Rival) -> Entry:
     def method(engine: Engine, settings: SpeculativeOptions) -> Method:
         return _multirate(rival.engine(engine, settings), settings, **rival.options)
 
-    return Entry(method, check=rival.check)
+    return Entry(method, check=rival.check, find_weights=rival.find_weights)
 
 
 def _stream(engine: Engine) -> Drafter:

@@ -95,6 +95,15 @@ class SpeculativeOptions:
                 f"{option} shows speed-ups against plain decoding: add 'plain' to --methods."
             )
 
+    def require_weights(self, model: str) -> None:
+        """Check that the trained weights of methods that have some are there for a model of this name.
+
+        Raises:
+            MultirateError: they are not.
+        """
+        for name in self.methods:
+            METHODS[name].find_weights(model)
+
     def require_accelerator(self, there: bool) -> None:
         """Check that there is an accelerator if a method needs one.
 

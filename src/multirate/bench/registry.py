@@ -63,6 +63,8 @@ class Entry:
         needs_accelerator: whether the engine must have one.
         check: raises a MultirateError where something that was asked for, or a library, is missing;
             called before a model is loaded.
+        find_weights: finds the method's own trained weights for a model of this name; raises a
+            MultirateError where there are none. Called before a model is loaded.
         reads_gguf: whether it runs GGUF files instead of the engine's weights; it is then measured
             once for each file.
         batches: whether it decodes several prompts together.
@@ -71,5 +73,6 @@ class Entry:
     make: Callable[[Engine, SpeculativeOptions], Method]
     needs_accelerator: bool = False
     check: Callable[[SpeculativeOptions], None] = lambda settings: None
+    find_weights: Callable[[str], object] = lambda model: None
     reads_gguf: bool = False
     batches: bool = True

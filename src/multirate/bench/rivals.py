@@ -44,12 +44,15 @@ class Rival:
         engine: an engine that drafts with it, beside a loaded one.
         check: raises a MultirateError where something that was asked for is missing; called before a
             model is loaded.
+        find_weights: finds its trained weights for a model of this name; raises a MultirateError where
+            there are none.
         options: fields of `GenerationOptions` where the number of drafts is not asked for; without
             any, the engine chooses it.
     """
 
     engine: Callable[[Engine, SpeculativeOptions], Engine]
     check: Callable[[SpeculativeOptions], None] = lambda settings: None
+    find_weights: Callable[[str], object] = lambda model: None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -60,24 +63,29 @@ def _drafting(engine: Engine, drafter: Drafter) -> Engine:
 def _heads(method: str, make: Callable[[Path, BaseModel], Drafter]) -> Rival:
     """Trained heads on the loaded model."""
 
-    def engine(engine: Engine, settings: SpeculativeOptions) -> Engine:
+    def find(model: str) -> Path:
         command = f"python scripts/train_rival.py {method} MODEL --data TEXT.jsonl"
-        folder = _folder("rivals", engine.base, method, command)
-        return _drafting(engine, make(folder, engine.base))
+        return _folder("rivals", model, method, command)
 
-    return Rival(engine)
+    def engine(engine: Engine, settings: SpeculativeOptions) -> Engine:
+        return _drafting(engine, make(find(engine.base.config.name_or_path), engine.base))
+
+    return Rival(engine, find_weights=find)
 
 
 def _preset(preset: str, kind: str) -> Rival:
     """An accelerator of another shape, on a model of its own: accelerators come before packing."""
 
-    def engine(engine: Engine, settings: SpeculativeOptions) -> Engine:
+    def find(model: str) -> Path:
         command = f"multirate train MODEL --preset {preset} --data TEXT.jsonl"
-        folder = _folder(kind, engine.base, preset, command)
-        loaded = _load_like(engine, engine.base.config.name_or_path, folder)
+        return _folder(kind, model, preset, command)
+
+    def engine(engine: Engine, settings: SpeculativeOptions) -> Engine:
+        model = engine.base.config.name_or_path
+        loaded = _load_like(engine, model, find(model))
         return _drafting(loaded, AcceleratorDrafter(cast(Accelerator, loaded.accelerator)))
 
-    return Rival(engine)
+    return Rival(engine, find_weights=find)
 
 
 def _two_models(engine: Engine, settings: SpeculativeOptions) -> Engine:
@@ -124,13 +132,13 @@ def _load_like(engine: Engine, model: str, accelerator: Path | None = None) -> E
     )
 
 
-def _folder(kind: str, base: BaseModel, method: str, command: str) -> Path:
+def _folder(kind: str, model: str, method: str, command: str) -> Path:
     """Where a rival of this model lies: below here, or in the repository that this file is in.
 
     Raises:
         MultirateError: in neither.
     """
-    name = f"{Path(base.config.name_or_path or 'MODEL').name}-{method}"
+    name = f"{Path(model or 'MODEL').name}-{method}"
     here = Path("data") / kind / name
     for folder in (here, Path(__file__).resolve().parents[3] / here):
         if folder.is_dir():

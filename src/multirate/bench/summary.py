@@ -3,7 +3,7 @@
 - tokens/s: new tokens of a batch over the wall clock of the whole call, prefill included; median over
   batches, and from the 10th to the 90th percentile
 - speedup: median over batches of the ratio of tokens/s to plain decoding's on the same prompts, and
-  the 95% bootstrap confidence interval of that median
+  the 95% bootstrap confidence interval of that median, for 3 batches or more
 - acceptance: from the counts of all prompts together, in vLLM's terms
 - identical, near-ties, differences: prompts, by comparison of the new tokens with plain decoding's
 """
@@ -21,6 +21,8 @@ from multirate.bench.statistics import Spread, median_interval
 from multirate.decode.compare import Comparison
 from multirate.decode.loop import SpeculationCounts
 from multirate.decode.results import Speculation
+
+FEWEST = 3  # timed calls that an interval is told of
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,15 @@ class MethodSummary:
     Attributes:
         tokens_per_second: of batches.
         speedup_vs_plain: None if `plain` was not measured.
-        speedup_vs_plain_ci: low and high; None for a single prompt too.
+        speedup_vs_plain_ci: low and high; None for fewer than `FEWEST` batches too.
         speedup_vs_transformers: the same way; not part of the JSON.
         speculation: of all prompts together; None for a method without drafts.
         identical: prompts whose new tokens are plain decoding's; None if `plain` was not measured, the
             tokens were drawn at random, or the method runs weights of its own.
         near_ties: prompts whose first different token was about as likely as plain decoding's.
         differences: all others.
+        few: whether there are fewer than `FEWEST` batches, whose spread means nothing; not part of the
+            JSON.
     """
 
     tokens_per_second: Spread
@@ -59,6 +63,7 @@ class MethodSummary:
     identical: int | None
     near_ties: int | None
     differences: int | None
+    few: bool
 
     def to_dict(self) -> dict[str, Any]:
         speculation = self.speculation
@@ -107,7 +112,7 @@ def summarise(
         summaries[name] = MethodSummary(
             tokens_per_second=Spread.of([sample.tokens_per_second for sample in own]),
             speedup_vs_plain=_median(vs_plain),
-            speedup_vs_plain_ci=median_interval(vs_plain),
+            speedup_vs_plain_ci=None if len(own) < FEWEST else median_interval(vs_plain),
             speedup_vs_transformers=_median(vs_transformers),
             speculation=Speculation.of([_counts(s) for s in speculations])
             if speculations
@@ -115,6 +120,7 @@ def summarise(
             identical=_count(found, lambda c: c.identical),
             near_ties=_count(found, lambda c: bool(c.near_tie)),
             differences=_count(found, lambda c: not c.identical and not c.near_tie),
+            few=len(own) < FEWEST,
         )
     return summaries
 

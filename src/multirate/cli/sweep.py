@@ -77,6 +77,7 @@ def sweep(
     names = split_names(methods)
     options = SpeculativeOptions(names, max_new_tokens)
     options.require_plain("A sweep")
+    options.require_weights(model)
     wanted = settings(
         [int(n) for n in _numbers("batches", batches)],
         [int(n) for n in _numbers("contexts", contexts)],
