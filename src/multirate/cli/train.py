@@ -124,7 +124,7 @@ def train(
     values = locals()
     # Everything that can be refused is refused before anything slow starts.
     options = TrainingOptions(**{name: values[name] for name in _FIELDS})
-    overrides = {
+    overrides: dict[str, Any] = {
         "draft_vocab_size": draft_vocab_size,
         "rank": rank,
         "gates": _numbers("gates", gates),
