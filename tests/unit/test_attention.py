@@ -221,7 +221,7 @@ def test_a_compiler_that_fails_leaves_nothing_and_attention_goes_to_torch(
     with pytest.raises(MultirateError, match=r"could not build a test: .* error: too old"):
         load_library(SOURCE, "a test")
     assert not list((tmp_path / "kernels").glob("**/*.so"))
-    assert "building a test" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # it is tried before anything is announced
 
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
     monkeypatch.setattr(attention, "load_kernel", attention.load_kernel.__wrapped__)

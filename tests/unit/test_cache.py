@@ -12,8 +12,10 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from multirate.config.errors import MultirateError
 from multirate.models.base import BaseModel
 from multirate.models.cache import is_whole, load_once_built
+from multirate.models.kernels import require_compiler
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="it names g++")
 
@@ -121,6 +123,25 @@ def test_half_of_a_library_is_built_again(folder: Path, tmp_path: Path) -> None:
         with library.open("rb+") as file:
             file.truncate(library.stat().st_size // 2)
     assert "damaged" not in said[0] and said[1].count("damaged or incomplete") == 1
+
+
+@needs_compiler
+def test_a_compiler_is_tried_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert require_compiler("a test") == shutil.which("g++")
+    refuses, no_program = tmp_path / "refuses", tmp_path / "no_program"
+    refuses.write_text("#!/bin/sh\nexit 1\n")
+    no_program.write_text("")
+    for file, reason in ((refuses, "could not build a test: exit code 1"), (no_program, "run")):
+        file.chmod(0o755)
+        monkeypatch.setenv("CXX", str(file))
+        with pytest.raises(MultirateError, match=rf"{file}.* {reason}.*Install g\+\+ 10.* CXX\."):
+            require_compiler("a test")
+    base = BaseModel(tiny_model("llama", num_hidden_layers=1))
+    base.compile("layers")
+    with pytest.warns(UserWarning, match=r"run eagerly: .*no_program cannot be run.*Install g\+\+"):
+        base.warm_up(1)
 
 
 @needs_compiler

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 from multirate.config.errors import MultirateError
-from multirate.models import packing
+from multirate.models import kernels, packing
 from multirate.models.packed import PackedLinear, can_pack
 from multirate.models.quantized import HalfLinear, QuantizedLinear
 
@@ -43,10 +44,16 @@ def fails() -> None:
     raise MultirateError("it does not build")
 
 
-@pytest.mark.parametrize("what", ["has_compiler", "load_kernel"])
-def test_without_our_kernel_packed_is_fbgemms(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+@pytest.mark.parametrize("compiler", [True, False])
+def test_without_our_kernel_packed_is_fbgemms(
+    monkeypatch: pytest.MonkeyPatch, compiler: bool
+) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(packing, what, {"has_compiler": lambda: False, "load_kernel": fails}[what])
+    monkeypatch.setattr(kernels, "has_compiler", lambda: compiler)
+    monkeypatch.setattr(packing, "load_kernel", fails)
+    told = pytest.warns(UserWarning, match="packed as 16 bits by FBGEMM: it does not build")
+    with told if compiler else nullcontext():
+        assert not packing.has_kernel()
     assert isinstance(packing.layer_packer("packed", linear())(linear()), PackedLinear)
     assert isinstance(packing.draft_packer("packed", CPU)(linear()), PackedLinear)
 

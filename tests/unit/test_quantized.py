@@ -360,7 +360,7 @@ def test_a_compiler_that_fails_leaves_nothing(
     with pytest.raises(MultirateError, match=r"could not build the kernel .* error: too old"):
         quantized.load_kernel.__wrapped__()
     assert not list((tmp_path / "kernels").glob("**/*.so"))
-    assert "building the kernel for quantised weights" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # it is tried before anything is announced
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

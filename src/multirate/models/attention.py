@@ -10,7 +10,6 @@ needs about twice as long.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from multirate.config.errors import MultirateError
-from multirate.models.kernels import has_compiler, load_library
+from multirate.models import kernels
 
 GROUPED = "sdpa_grouped"
 _ALTERING = (
@@ -107,14 +105,7 @@ def group_queries(model: PreTrainedModel, *, kernel: bool = True) -> None:
 
 def has_kernel() -> bool:
     """Whether `torch.ops.multirate.attend` can be used on this machine; builds and loads it if so."""
-    if not torch.cpu._is_avx2_supported() or not has_compiler():
-        return False
-    try:
-        load_kernel()
-    except MultirateError as error:
-        warnings.warn(f"Attention runs through torch's own kernel: {error}", stacklevel=3)
-        return False
-    return True
+    return kernels.has_kernel(load_kernel, "Attention runs through torch's own kernel")
 
 
 @cache
@@ -129,7 +120,7 @@ def load_kernel() -> None:
     Raises:
         MultirateError: no compiler, it fails, or the cache cannot be written.
     """
-    load_library(Path(__file__).with_name("attention.cpp"), "the kernel for attention")
+    kernels.load_library(Path(__file__).with_name("attention.cpp"), "the kernel for attention")
 
     def shape(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
         rows, heads, n, d = query.shape

@@ -7,6 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from multirate.config.errors import MultirateError
 from multirate.models.cache import load_once_built
 
+_FIX = "Install g++ 10 or newer, or name a C++ compiler that works in the variable CXX."
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -29,8 +33,25 @@ def has_compiler() -> bool:
     return find_compiler() is not None
 
 
+def has_kernel(load: Callable[[], None], otherwise: str) -> bool:
+    """Whether operators of ours can be used on this machine; builds and loads them if so.
+
+    Args:
+        load: loads them; raises a MultirateError where they cannot be built, of which a warning tells.
+        otherwise: what happens then, for the warning.
+    """
+    if not torch.cpu._is_avx2_supported() or not has_compiler():
+        return False
+    try:
+        load()
+    except MultirateError as error:
+        warnings.warn(f"{otherwise}: {error}", stacklevel=3)
+        return False
+    return True
+
+
 def require_compiler(what: str) -> str:
-    """The C++ compiler, to build something: "the kernel for ...".
+    """A C++ compiler that works, to build something: "the kernel for ...".
 
     Raises:
         MultirateError: there is none.
@@ -41,6 +62,10 @@ def require_compiler(what: str) -> str:
             f"A C++ compiler is needed once, to build {what}, and there is no g++. Install it (Debian: "
             f"apt install g++), or name one in CXX."
         )
+    with tempfile.TemporaryDirectory() as folder:
+        empty, output = Path(folder) / "empty.cpp", Path(folder) / "empty.so"
+        empty.touch()
+        _compile(compiler, (*_FLAGS, str(empty), "-o", str(output)), what)
     return compiler
 
 
@@ -84,19 +109,26 @@ def _build(source: Path, what: str, flags: tuple[str, ...], path: Path) -> None:
     compiler = require_compiler(what)
     print(f"multirate: building {what} (once; under a minute)", file=sys.stderr, flush=True)
     folder = Path(torch.__file__).parent
-    run = subprocess.run(
-        [
-            compiler, *flags, f"-isystem{folder / 'include'}", str(source),
-            "-o", str(path), f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu",
-        ],
-        capture_output=True,
-        text=True,
+    arguments = (
+        *flags, f"-isystem{folder / 'include'}", str(source),
+        "-o", str(path), f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu",
     )  # fmt: skip
+    _compile(compiler, arguments, what)
+
+
+def _compile(compiler: str, arguments: Sequence[str], what: str) -> None:
+    """Run the compiler.
+
+    Raises:
+        MultirateError: it fails, or cannot be run.
+    """
+    try:
+        run = subprocess.run([compiler, *arguments], capture_output=True, text=True)
+    except OSError as error:  # no program at all
+        raise MultirateError(f"{compiler} cannot be run: {error.strerror}. {_FIX}") from None
     if run.returncode != 0:
         said = [line.strip() for line in run.stderr.splitlines() if line.strip()]
         errors = (
             [line for line in said if "error" in line] or said or [f"exit code {run.returncode}"]
         )
-        raise MultirateError(
-            f"{compiler} could not build {what}: {errors[0]}. Use g++ 10 or newer."
-        )
+        raise MultirateError(f"{compiler} could not build {what}: {errors[0].rstrip('.')}. {_FIX}")

@@ -8,8 +8,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from multirate.config.errors import MultirateError
-from multirate.models.kernels import has_compiler
+from multirate.models import kernels
 from multirate.models.packed import PACKED, PackedLinear
 from multirate.models.quantized import BITS, HalfLinear, QuantizedLinear, load_kernel
 
@@ -52,11 +51,5 @@ def _prefers_own_half() -> bool:
 
 @cache
 def has_kernel() -> bool:
-    """Whether there is our own kernel, or can be."""
-    if not has_compiler():
-        return False
-    try:
-        load_kernel()
-    except MultirateError:  # then FBGEMM serves as well
-        return False
-    return True
+    """Whether there is our own kernel, or can be; FBGEMM serves as well."""
+    return kernels.has_kernel(load_kernel, "Weights are packed as 16 bits by FBGEMM")
