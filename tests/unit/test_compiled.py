@@ -92,11 +92,15 @@ def test_speculation_over_compiled_packed_weights_writes_what_plain_decoding_doe
     settings = {"max_new_tokens": 12, "ignore_eos": True}
     expected = engine.generate([3, 1, 4, 1, 5], strategy="plain", **settings)
     base.compile("layers")
+    assert engine.drafter is not None
+    base.warm_up(1)
+    engine.drafter.warm_up(1)
+    compiled = libraries(base)
     for strategy in ("plain", "speculative"):
         found = engine.generate([3, 1, 4, 1, 5], strategy=strategy, num_draft_tokens=2, **settings)
         assert found.token_ids == expected.token_ids
     assert base.compile_mode == "layers"
-    assert libraries(base) > 0
+    assert libraries(base) == compiled == 5
 
 
 def test_without_a_compiler_the_reason_says_what_to_do(

@@ -29,9 +29,9 @@ TEXTS = [[5, 9, 11, 7, 5, 9, 11], [8, 3, 8], [20, 21, 22, 23, 24, 25, 26, 27]]
 @torch.inference_mode()
 def drafts(stream: Accelerator, texts: list[list[int]], **settings: Any) -> Draft:
     """What follows texts, whose last tokens are not in the arena yet."""
-    base, rows = stream.base, len(texts)
+    rows, base = len(texts), BaseModel(stream.base.model)  # which is not compiled
     drafter = AcceleratorDrafter(stream).start(rows=rows, max_len=48)
-    arena = base.arena(rows=rows, max_len=48)
+    arena = stream.base.arena(rows=rows, max_len=48)
     _, states = prefill(base, [text[:-1] for text in texts], arena, stream.carry_layers,
                         observe=drafter.observe)  # fmt: skip
     options = GenerationOptions(temperature=settings.pop("temperature", 0.0), seed=3)
@@ -57,7 +57,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("model", "preset", "changes", "batch"),
     [
-        ("llama", "carry", {"draft_vocab_size": 31}, True),
+        ("llama", "carry", {"draft_vocab_size": 31, "gates": (3, 4)}, True),
         ("gemma3_text", "eagle", {"draft_vocab_size": None}, False),  # and soft-capped logits
     ],
 )
@@ -71,8 +71,7 @@ def test_compiled_drafts_are_eager_ones(
     cases = [case for case in CASES if batch or case[0] == 1]
     expected = [drafts(stream, TEXTS[:rows], **settings) for rows, settings in cases]
     base.compile("layers")
-    base.warm_up(3 if batch else 1)
-    stream.warm_up(3 if batch else 1)
+    AcceleratorDrafter(stream).warm_up(3 if batch else 1)
     compiled = libraries(base)
     for (rows, settings), want in zip(cases, expected, strict=True):
         found = drafts(stream, TEXTS[:rows], **settings)
@@ -85,7 +84,7 @@ def test_compiled_drafts_are_eager_ones(
                 torch.testing.assert_close(
                     torch.as_tensor(one), torch.as_tensor(other), atol=1e-4, rtol=1e-4
                 )
-    assert libraries(base) == compiled  # no case needed a library of its own
+    assert libraries(base) == compiled > 0  # no case needed a library of its own
     assert base.compile_mode == "layers"
 
 
@@ -103,9 +102,10 @@ def test_a_draft_step_that_cannot_be_compiled_runs_layer_by_layer(
         return run_stack(stack, *arguments)
 
     monkeypatch.setattr(base._compiled, "_ahead", layers_only)
-    with pytest.warns(UserWarning, match="first draft step runs layer by layer: no compiler here$"):
+    with pytest.warns(UserWarning, match="layer by layer: no compiler here$") as warnings:
         stream.warm_up(1)
-    with pytest.warns(UserWarning, match="a draft step runs layer by layer: no compiler here$"):
-        drafts(stream, TEXTS, width=2)
+    assert [str(w.message).split("so ")[1][:20] for w in warnings] == [
+        "a first draft step r", "a draft step runs la"
+    ]  # fmt: skip
     assert base.compile_mode == "layers"
     assert torch.equal(drafts(stream, TEXTS, width=2).tokens, expected.tokens)

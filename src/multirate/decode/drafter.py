@@ -245,6 +245,9 @@ class Drafter(ABC):
         """Most entries beyond `Draft.lengths` that it has the model run for itself to `observe`."""
         return 0
 
+    def warm_up(self, rows: int) -> None:  # noqa: B027  (most have nothing to compile)
+        """Compile now what drafting for so many rows needs, if it is not yet."""
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
         """The drafter of one generation: itself, unless it keeps a state from step to step.
 

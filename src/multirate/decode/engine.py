@@ -320,6 +320,8 @@ class _Run:
         engine.base.warm_up(len(prompts))
         self.draft_length = None
         if self.strategy == "speculative":
+            assert engine.drafter is not None
+            engine.drafter.warm_up(len(prompts))
             self.draft_length = engine.draft_length(prompts, options)
 
     def steps(self) -> Iterator[list[RowStep]]:

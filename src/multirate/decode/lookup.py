@@ -198,6 +198,9 @@ class NgramTreeDrafter(Drafter):
     def grows(self) -> bool:
         return True
 
+    def warm_up(self, rows: int) -> None:
+        self.other.warm_up(rows)
+
     def start(self, *, rows: int, max_len: int) -> Drafter:
         other = self.other.start(rows=rows, max_len=max_len)
         lookup = self.lookup.start(rows=rows, max_len=max_len)

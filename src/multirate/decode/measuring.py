@@ -34,6 +34,7 @@ def measure_steps(
         greedy: or sampled.
     """
     base.warm_up(rows)
+    drafter.warm_up(rows)
     max_len = context + max(max_drafts, drafter.max_beam + 1) + 1
     drafter = drafter.start(rows=rows, max_len=max_len)
     arena = base.arena(rows=rows, max_len=max_len)

@@ -99,8 +99,10 @@ class AcceleratorDrafter(StreamDrafter):
         self.accelerator = accelerator.eval()
         accelerator.fold()
 
-    def start(self, *, rows: int, max_len: int) -> Drafter:
+    def warm_up(self, rows: int) -> None:
         self.accelerator.warm_up(rows)
+
+    def start(self, *, rows: int, max_len: int) -> Drafter:
         if not self.accelerator.config.own_kv:
             return self
         from multirate.decode.eagle import OwnKvRun  # which is a drafter with a stream itself

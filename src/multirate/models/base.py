@@ -74,7 +74,8 @@ class BaseModel:
         self._packing: str | None = None
         self._compiled: Compiled | None = None
         self._stack: Stack | None = None  # all layers
-        self._warm: set[bool] = set()  # of batches of one row, and of several
+        # What was warmed up: the model or a stream, for batches of one row (False) or of several.
+        self.warm: set[tuple[object, bool]] = set()
 
     @property
     def num_layers(self) -> int:
@@ -311,7 +312,7 @@ class BaseModel:
         self._stack = Stack(
             tuple(self.layers), self.layer_types, name=f"{self.num_layers} decoder layers as one"
         )
-        self._warm.clear()
+        self.warm.clear()
 
     @property
     def compile_mode(self) -> str | None:
@@ -321,14 +322,16 @@ class BaseModel:
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
         """Compile now what a batch of so many rows needs, and its last row, if it is not yet."""
-        for several in {False, rows > 1} - self._warm:
+        for several in {False, rows > 1}:
+            if (self, several) in self.warm:
+                continue
             for n in (POSITIONS, 1):
                 if self.compile_mode is None:
                     return
                 block, arena = self.example(several=several, n=n)
                 h = self.embed(torch.zeros_like(block.slots))
                 self.run_layers(h, 0, self.num_layers, block, arena)
-            self._warm.add(several)
+            self.warm.add((self, several))
 
     def example(self, *, several: bool, n: int) -> tuple[Block, KVArena]:
         """A block of n positions, and an arena for it, of sizes that nothing else has."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from multirate.config.accelerator import AcceleratorConfig, preset_config
 from multirate.config.errors import MultirateError
+from multirate.models.ahead import POSITIONS
 from multirate.models.arena import KVArena
 from multirate.models.base import SLIDING, BaseModel, Block
 from multirate.models.packed import PACKED
@@ -236,8 +237,24 @@ class Accelerator(nn.Module):
 
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
-        """Compile now what drafting for a batch of so many rows needs, if it is not yet."""
-        self._whole.warm_up(rows)
+        """Compile now what drafting for so many rows needs, and for the last row, if it is not yet."""
+        base, own_kv = self.base, self.config.own_kv
+        for several in {False, rows > 1}:
+            if (self, several) in base.warm:
+                continue
+            for own, n in ((False, 1), (True, 1), (True, POSITIONS), (False, POSITIONS)):
+                if base.compile_mode is None:
+                    return
+                if n > 1 and not own and not own_kv:
+                    continue  # only with keys and values of its own it reads several tokens at once
+                block, arena = base.example(several=several, n=n)
+                ids = torch.zeros_like(block.slots)
+                states = 0 if self.entry is None else 2 if own else len(self.carry_layers)
+                carried = Carried((base.embed(ids),) * states, own)
+                prefix = self.prefix([block.visible - n] * len(ids), block.positions)
+                last = ids[:, :1] if own_kv and not own else None
+                self.guess(ids, carried, block, arena, prefix, last=last)
+            base.warm.add((self, several))
 
     def draft_logits(self, p: Tensor) -> Tensor:
         """p at the exit `[..., D]` to logits over the draft vocabulary `[..., Vd]`."""

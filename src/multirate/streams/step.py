@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from multirate.models.ahead import POSITIONS
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel, Block, soft_cap
 from multirate.models.stack import Stack
@@ -97,7 +96,6 @@ class WholeSteps:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.fits = accelerator.entry is not None and accelerator.config.layer_kind == "tied"
-        self._warm: set[bool] = set()  # of batches of one row, and of several
         self._known: dict[tuple[bool, bool], tuple[tuple[Any, ...], Stack]] = {}
 
     def run(
@@ -127,22 +125,6 @@ class WholeSteps:
         stack = self._stack(own=own, picks=last is not None)
         indices = [layer.index for layer in self._layers]
         return base.run_whole(stack, (ids, *states, *picked), block, arena, indices)
-
-    def warm_up(self, rows: int) -> None:
-        """Compile what a batch of so many rows needs, and its last row."""
-        stream = self.accelerator
-        base, own_kv = stream.base, stream.config.own_kv
-        for several in {False, rows > 1} - self._warm:
-            for own, many in ((False, False), (True, False), (True, True), (False, True)):
-                if many and not own and not own_kv:
-                    continue  # only a stream with its own keys and values reads several tokens
-                block, arena = base.example(several=several, n=POSITIONS if many else 1)
-                ids = torch.zeros_like(block.slots)
-                states = [base.embed(ids)] * (2 if own else len(stream.carry_layers))
-                last = None if own or not own_kv else ids[:, :1]
-                if self.run(ids, states, block, arena, own=own, last=last) is None:
-                    return
-            self._warm.add(several)
 
     @property
     def _layers(self) -> list[TiedLayer]:
