@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,6 +120,49 @@ def test_a_query_s_result_depends_on_nothing_beside_it(attend: object, d: int, l
                 query[one, :, :n], keys[one], values[one], longer[one, :, :n, : length + n], 0.2
             )
             assert torch.equal(alone, whole[one, :n])
+
+
+@needs_kernel
+@pytest.mark.parametrize("d", [64, 7])
+@pytest.mark.parametrize("window", [1000, 70])
+def test_prefill_and_single_steps_give_the_same(attend: object, window: int, d: int) -> None:
+    query, keys, values, _ = example(2, 6, 2, 200, d, slots=420, length=400)
+    steps = torch.ones(200, 400, dtype=torch.bool).tril(200)
+    mask = (steps & steps.triu(201 - window)).expand(2, 1, -1, -1)
+    found = attend(query, keys, values, mask, 0.2)
+    torch.testing.assert_close(
+        found, reference(query, keys, values, mask, 0.2), rtol=3e-6, atol=3e-6
+    )
+    for i in (0, 1, 63, 120, 199):
+        one = slice(i, i + 1)
+        alone = attend(query[:, :, one], keys, values, mask[:, :, one, : 201 + i], 0.2)
+        assert torch.equal(alone, found[:, one])
+
+
+@needs_kernel
+def test_slots_that_no_query_sees_are_not_read(attend: object) -> None:
+    query, keys, values, mask = example(2, 6, 2, 3, 64, slots=400, length=400)
+    mask[..., :130] = mask[0, ..., 140:270] = mask[..., 390:] = False
+    mask[1, ..., 200:264] = False
+    expected = attend(query, keys, values, mask, 0.2)
+    for unseen in (slice(0, 130), slice(390, 400)):
+        keys[:, :, unseen] = values[:, :, unseen] = float("nan")
+    keys[0, :, 192:256] = values[0, :, 192:256] = float("nan")
+    assert torch.equal(attend(query, keys, values, mask, 0.2), expected)
+
+
+@needs_kernel
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="the tests above were for AVX2")
+def test_the_build_for_avx2_passes_the_tests_above() -> None:
+    # A process of its own, since operators cannot be registered twice.
+    tests = "computes or large or nothing or depends or steps or not_read"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, __file__],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout
 
 
 @needs_kernel

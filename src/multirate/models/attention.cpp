@@ -1,10 +1,10 @@
-// Attention of a few query positions over the keys and values of a text, for CPUs: float32 throughout.
+// Attention of a block's positions over the keys and values of a text, for CPUs: float32 throughout.
 //
 // Slots are taken in chunks of CHUNK. Of each chunk a query gets a partial result: its highest score, the
 // sum of its weights relative to that, and the values so weighted. Partial results are merged in the order
 // of the slots. A vector's lanes are queries while scores are computed, so nothing is ever summed across
 // lanes, and a query's result does not depend on the queries beside it; slots that it does not see, inside
-// a chunk or behind the text, add exactly nothing.
+// a chunk or behind the text, add exactly nothing. So what no query of a tile sees is left out.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -13,10 +13,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -75,10 +77,11 @@ inline void constant(int64_t n, F f) {
   f(std::integral_constant<int, N>());
 }
 
+// The three below stay functions: inlined, their pointers would not fit the registers.
 // Scores [slots, V * LANES] of the queries [d, V * LANES], for a chunk of keys.
 template <int V>
-void score(const float* queries, const float* keys, int64_t stride, int64_t slots, int64_t d,
-           float* scores) {
+[[gnu::noinline]] void score(const float* queries, const float* keys, int64_t stride, int64_t slots,
+                             int64_t d, float* scores) {
   constexpr int SLOTS = LANES == 8 && V == 2 ? 4 : 8;  // what the registers hold
   for (int64_t first = 0; first < slots; first += SLOTS) {
     const float* rows[SLOTS];  // the last chunk's last rows repeat
@@ -102,7 +105,7 @@ void score(const float* queries, const float* keys, int64_t stride, int64_t slot
 
 // Scores become weights relative to the highest; that and the weights' sum, for each of V * LANES queries.
 template <int V>
-void weights(float* scores, int64_t slots, float* top, float* sum) {
+[[gnu::noinline]] void weights(float* scores, int64_t slots, float* top, float* sum) {
   for (int v = 0; v < V; ++v) {
     float* column = scores + v * LANES;
     Floats highest = Floats{} + LOWEST, total = {};
@@ -119,8 +122,8 @@ void weights(float* scores, int64_t slots, float* top, float* sum) {
 
 // For T queries, V vectors of their values [slots, stride] weighted by [slots, width]: out [T, d].
 template <int T, int V>
-void weigh(const float* weight, int64_t width, const float* values, int64_t stride, int64_t slots,
-           float* out, int64_t d) {
+[[gnu::noinline]] void weigh(const float* weight, int64_t width, const float* values, int64_t stride,
+                             int64_t slots, float* out, int64_t d) {
   Floats sum[T][V] = {};
   for (int64_t s = 0; s < slots; ++s, values += stride, weight += width) {
     Floats value[V];
@@ -137,100 +140,156 @@ void weigh(const float* weight, int64_t width, const float* values, int64_t stri
     for (int v = 0; v < V; ++v) store(out + t * d + v * LANES, sum[t][v]);
 }
 
+// Partial results of some queries: values [queries, d], and of each its highest score and sum of weights.
+struct Part {
+  float *values, *top, *sum;
+
+  static int64_t size(int64_t queries, int64_t d) { return queries * d + 2 * whole(queries); }
+
+  static Part at(float* memory, int64_t queries, int64_t d) {
+    return {memory, memory + queries * d, memory + queries * d + whole(queries)};
+  }
+
+  Part from(int64_t query, int64_t d) const { return {values + query * d, top + query, sum + query}; }
+};
+
+// Queries of a kv head, in one or two vectors. Query i of a kv head is position i / groups of its query
+// head i % groups; a tile's first is of this head.
+struct Tile {
+  int64_t b, h, count, position, head;
+};
+
 struct Attention {
   const float *queries, *keys, *values;
-  const bool* mask;
   at::IntArrayRef query_stride, key_stride, value_stride;
-  int64_t mask_row, mask_query, mask_slot;
-  int64_t groups, d, length;  // groups: query heads of one kv head
+  const uint64_t* seen;  // [rows or 1, positions, chunks], a bit for each slot
+  int64_t seen_row;
+  int64_t groups, d, length, chunks;  // groups: query heads of one kv head
   float scale;
 
-  // Query i of a kv head is position i / groups of query head i % groups.
-  // Transposed queries of a kv head, [tile, d, lanes]; a tile is one or two vectors.
-  void transpose(int64_t b, int64_t h, int64_t first, int64_t count, float* to) const {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t tile = i / (2 * LANES) * (2 * LANES);
-      const int64_t width = std::min<int64_t>(2 * LANES, whole(count - tile));
-      const int64_t head = h * groups + (first + i) % groups, position = (first + i) / groups;
-      const float* from = queries + b * query_stride[0] + head * query_stride[1];
-      from += position * query_stride[2];
-      for (int64_t k = 0; k < d; ++k) to[tile * d + k * width + i - tile] = from[k] * scale;
+  // Calls f for each position of a tile: its number, the first of its queries, and how many they are.
+  template <typename F>
+  void each_position(const Tile& tile, F f) const {
+    int64_t position = tile.position, head = tile.head;
+    for (int64_t i = 0, same; i < tile.count; i += same, ++position, head = 0) {
+      same = std::min(tile.count - i, groups - head);
+      f(position, i, same);
     }
   }
 
-  // Partial results of a chunk: values [count, d], then highest scores and sums, filled up to whole vectors.
-  void partial(int64_t b, int64_t h, int64_t first, int64_t count, int64_t start,
-               const float* transposed, float* out) const {
-    const int64_t slots = std::min<int64_t>(CHUNK, length - start);
-    const float* k = keys + b * key_stride[0] + h * key_stride[1] + start * key_stride[2];
-    const float* v = values + b * value_stride[0] + h * value_stride[1] + start * value_stride[2];
-    float *top = out + count * d, *sum = top + whole(count);
-    for (int64_t tile = 0; tile < count; tile += 2 * LANES) {
-      alignas(64) float scores[CHUNK * 2 * LANES];
-      const int64_t many = std::min<int64_t>(2 * LANES, count - tile);
-      constant<2>(whole(many) / LANES, [&](auto vectors) {
-        constexpr int V = vectors();
-        score<V>(transposed + tile * d, k, key_stride[2], slots, d, scores);
-        hide(b, first + tile, many, start, slots, scores, V * LANES);
-        weights<V>(scores, slots, top + tile, sum + tile);
-        for (int64_t t = 0, T; t < many; t += T) {
-          const int64_t left = many - t, tiles = (left + TILE - 1) / TILE;
-          T = (left + tiles - 1) / tiles;  // tiles of like size
-          float* to = out + (tile + t) * d;
-          int64_t i = 0;
-          constant<TILE>(T, [&](auto queries) {
-            for (int64_t V; i + LANES <= d; i += V * LANES) {
-              V = std::min<int64_t>(DEPTH, (d - i) / LANES);
-              constant<DEPTH>(V, [&](auto depth) {
-                weigh<queries(), depth()>(scores + t, vectors() * LANES, v + i, value_stride[2], slots,
-                                          to + i, d);
-              });
-            }
-          });
-          for (; i < d; ++i)
-            for (int64_t q = 0; q < T; ++q) {
-              float total = 0;
-              for (int64_t s = 0; s < slots; ++s)
-                total += scores[s * V * LANES + t + q] * v[s * value_stride[2] + i];
-              to[q * d + i] = total;
-            }
-        }
-      });
-    }
+  uint64_t seen_by(const Tile& tile, int64_t position, int64_t chunk) const {
+    return seen[tile.b * seen_row + position * chunks + chunk];
+  }
+
+  // The slots of a chunk that any query of a tile sees.
+  uint64_t seen_by_any(const Tile& tile, int64_t chunk) const {
+    uint64_t any = 0;
+    each_position(tile, [&](int64_t position, auto...) { any |= seen_by(tile, position, chunk); });
+    return any;
+  }
+
+  // Transposed queries of a tile, [d, lanes].
+  void transpose(const Tile& tile, float* to) const {
+    const int64_t width = whole(tile.count);
+    each_position(tile, [&](int64_t position, int64_t i, int64_t same) {
+      const float* from = queries + tile.b * query_stride[0] + position * query_stride[2];
+      from += (tile.h * groups + (i ? 0 : tile.head)) * query_stride[1];
+      for (const int64_t end = i + same; i < end; ++i, from += query_stride[1])
+        for (int64_t k = 0; k < d; ++k) to[k * width + i] = from[k] * scale;
+    });
+  }
+
+  // Partial results of a chunk, of which the queries see the slots in `any`.
+  void partial(const Tile& tile, int64_t chunk, uint64_t any, const float* transposed, Part out) const {
+    // What lies before and behind all that they see is left out; it would add nothing.
+    const int64_t low = std::countr_zero(any), slots = CHUNK - std::countl_zero(any) - low;
+    const int64_t start = chunk * CHUNK + low;
+    const float* k = keys + tile.b * key_stride[0] + tile.h * key_stride[1] + start * key_stride[2];
+    const float* v = values + tile.b * value_stride[0] + tile.h * value_stride[1];
+    v += start * value_stride[2];
+    alignas(64) float scores[CHUNK * 2 * LANES];
+    constant<2>(whole(tile.count) / LANES, [&](auto vectors) {
+      constexpr int V = vectors();
+      score<V>(transposed, k, key_stride[2], slots, d, scores);
+      hide(tile, chunk, low, slots, scores, V * LANES);
+      weights<V>(scores, slots, out.top, out.sum);
+      for (int64_t t = 0, T; t < tile.count; t += T) {
+        const int64_t left = tile.count - t, parts = (left + TILE - 1) / TILE;
+        T = (left + parts - 1) / parts;  // parts of like size
+        float* to = out.values + t * d;
+        int64_t i = 0;
+        constant<TILE>(T, [&](auto queries) {
+          for (int64_t D; i + LANES <= d; i += D * LANES) {
+            D = std::min<int64_t>(DEPTH, (d - i) / LANES);
+            constant<DEPTH>(D, [&](auto depth) {
+              weigh<queries(), depth()>(scores + t, V * LANES, v + i, value_stride[2], slots, to + i, d);
+            });
+          }
+        });
+        for (; i < d; ++i)
+          for (int64_t q = 0; q < T; ++q) {
+            float total = 0;
+            for (int64_t s = 0; s < slots; ++s)
+              total += scores[s * V * LANES + t + q] * v[s * value_stride[2] + i];
+            to[q * d + i] = total;
+          }
+      }
+    });
   }
 
   // No score for what a query does not see. Most chunks are seen whole.
-  void hide(int64_t b, int64_t first, int64_t many, int64_t start, int64_t slots, float* scores,
+  void hide(const Tile& tile, int64_t chunk, int64_t low, int64_t slots, float* scores,
             int64_t width) const {
-    for (int64_t i = 0, same; i < many; i += same) {
-      const int64_t position = (first + i) / groups;
-      same = std::min(many - i, groups - (first + i) % groups);
-      const bool* seen = mask + b * mask_row + position * mask_query + start * mask_slot;
-      if (mask_slot == 1 && !std::memchr(seen, 0, slots)) continue;
-      for (int64_t s = 0; s < slots; ++s)
-        if (!seen[s * mask_slot])
-          std::fill_n(scores + s * width + i, same, -std::numeric_limits<float>::infinity());
-    }
+    const uint64_t asked = ~uint64_t{0} >> (CHUNK - slots) << low;
+    each_position(tile, [&](int64_t position, int64_t i, int64_t same) {
+      for (uint64_t hidden = asked & ~seen_by(tile, position, chunk); hidden; hidden &= hidden - 1)
+        std::fill_n(scores + (std::countr_zero(hidden) - low) * width + i, same,
+                    -std::numeric_limits<float>::infinity());
+    });
   }
 
   // Adds a chunk's partial results to those of the chunks before it.
-  void merge(const float* part, int64_t count, float* state) const {
-    const float *top = part + count * d, *sum = top + whole(count);
-    float *all_top = state + count * d, *all_sum = all_top + whole(count);
+  void merge(int64_t count, Part part, Part all) const {
     for (int64_t i = 0; i < count; i += LANES) {
-      const Floats before = load(all_top + i), now = load(top + i), highest = larger(before, now);
+      const Floats before = load(all.top + i), now = load(part.top + i), highest = larger(before, now);
       const Floats keep = exponential(before - highest), add = exponential(now - highest);
-      store(all_top + i, highest);
-      store(all_sum + i, load(all_sum + i) * keep + load(sum + i) * add);
-      for (int64_t q = 0; q < std::min<int64_t>(LANES, count - i); ++q) {
-        if (sum[i + q] == 0) continue;
-        float* to = state + (i + q) * d;
-        const float* from = part + (i + q) * d;
-        for (int64_t k = 0; k < d; ++k) to[k] = to[k] * keep[q] + from[k] * add[q];
+      store(all.top + i, highest);
+      store(all.sum + i, load(all.sum + i) * keep + load(part.sum + i) * add);
+      for (int64_t q = i; q < std::min<int64_t>(i + LANES, count); ++q) {
+        if (part.sum[q] == 0) continue;
+        float* to = all.values + q * d;
+        const float* from = part.values + q * d;
+        for (int64_t k = 0; k < d; ++k) to[k] = to[k] * keep[q - i] + from[k] * add[q - i];
       }
     }
   }
 };
+
+// A mask [rows, 1, positions, slots] with a bit for each slot: [rows, positions, chunks].
+std::vector<uint64_t> pack(const at::Tensor& mask) {
+  const int64_t positions = mask.size(2), length = mask.size(3), step = mask.stride(3);
+  const int64_t chunks = (length + CHUNK - 1) / CHUNK;
+  std::vector<uint64_t> packed(mask.size(0) * positions * chunks);
+  const bool* seen = mask.const_data_ptr<bool>();
+  at::parallel_for(0, packed.size(), 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t line = i / chunks, start = i % chunks * CHUNK;
+      const int64_t slots = std::min<int64_t>(CHUNK, length - start);
+      const bool* from = seen + line / positions * mask.stride(0) + line % positions * mask.stride(2);
+      alignas(64) bool flags[CHUNK] = {};
+      if (step == 1)
+        std::memcpy(flags, from + start, slots);
+      else
+        for (int64_t s = 0; s < slots; ++s) flags[s] = from[(start + s) * step];
+      for (int byte = 0; byte < CHUNK / 8; ++byte) {
+        uint64_t eight;  // bytes of 0 or 1; the product's highest byte has a bit of each
+        std::memcpy(&eight, flags + 8 * byte, 8);
+        packed[i] |= (eight * 0x0102040810204080 >> 56) << 8 * byte;
+      }
+    }
+  });
+  return packed;
+}
 
 at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                   const at::Tensor& mask, double scale) {
@@ -241,53 +300,92 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Ten
   const at::Tensor q = floats(query), k = floats(keys), v = floats(values);
   TORCH_CHECK(mask.scalar_type() == at::kBool, "attend takes a bool mask");
   const int64_t B = q.size(0), H = q.size(1), n = q.size(2), d = q.size(3), KV = k.size(1);
+  const int64_t groups = H / KV, length = mask.size(3), chunks = (length + CHUNK - 1) / CHUNK;
+  const std::vector<uint64_t> seen = pack(mask);
   const Attention a{q.const_data_ptr<float>(), k.const_data_ptr<float>(), v.const_data_ptr<float>(),
-                    mask.const_data_ptr<bool>(), q.strides(), k.strides(), v.strides(),
-                    mask.size(0) == 1 ? 0 : mask.stride(0), mask.stride(2), mask.stride(3),
-                    H / KV, d, mask.size(3), static_cast<float>(scale)};
+                    q.strides(), k.strides(), v.strides(), seen.data(),
+                    mask.size(0) == 1 ? 0 : n * chunks, groups, d, length, chunks,
+                    static_cast<float>(scale)};
   at::Tensor out = at::empty({B, n, H, d}, q.options());
   float* result = out.mutable_data_ptr<float>();
 
-  // Blocks of queries share a pass over the slots. Where these are too few to occupy all threads, each
-  // chunk is a task of its own, and who finishes a block's last one merges them.
-  const int64_t total = n * a.groups, blocks = (total + QUERIES - 1) / QUERIES;
-  const int64_t chunks = (a.length + CHUNK - 1) / CHUNK, passes = B * KV * blocks;
-  const bool split = passes < 4 * at::get_num_threads();
-  const int64_t most = std::min<int64_t>(total, QUERIES), size = most * d + 2 * whole(most);
-  const at::Tensor shared = at::empty({split ? passes * chunks * size : 0}, q.options());
+  int64_t begin = chunks, end = 0;  // the chunks that any query sees
+  for (size_t i = 0; i < seen.size(); ++i)
+    if (const int64_t chunk = i % chunks; seen[i]) {
+      begin = std::min(begin, chunk);
+      end = std::max(end, chunk + 1);
+    }
+
+  // Blocks of queries share a pass over the slots: large ones read these less often, small ones occupy
+  // all threads. Where there are too few, each chunk is a task of its own, and who finishes a block's last
+  // one merges them.
+  const int64_t total = n * groups, threads = at::get_num_threads();
+  const auto passes_of = [&](int64_t queries) { return B * KV * ((total + queries - 1) / queries); };
+  int64_t block = QUERIES;
+  while (block > 2 * LANES && passes_of(block) < 8 * threads) block /= 2;
+  const bool split = end - begin > 1 && passes_of(block) < 4 * threads;
+  if (split) block = QUERIES;
+  const int64_t passes = passes_of(block), span = split ? end - begin : 1, tasks = passes * span;
+
+  const int64_t most = std::min(total, block), size = Part::size(most, d);
+  const at::Tensor shared = at::empty({split ? tasks * size : 0}, q.options());
   std::vector<std::atomic<int64_t>> left(passes);
-  for (auto& count : left) count = chunks;
+  for (auto& count : left) count = span;
+  std::atomic<int64_t> next = 0;
   // A thread gets at least so many multiplications of vectors, or starting it costs more than it saves.
-  const int64_t work = whole(most) / LANES * std::min<int64_t>(CHUNK, a.length) * d;
-  const int64_t grain = std::max<int64_t>(1, 16384 / (work * (split ? 1 : chunks) + 1));
-  at::parallel_for(0, passes * (split ? chunks : 1), grain, [&](int64_t begin, int64_t end) {
-    const at::Tensor own = at::empty({2 * size + (most + LANES) * d}, q.options());
-    float *state = own.mutable_data_ptr<float>(), *local = state + size, *transposed = local + size;
-    for (int64_t task = begin, known = -1; task < end; ++task) {
-      const int64_t pass = split ? task / chunks : task, head = pass / blocks;
-      const int64_t b = head / KV, h = head % KV, first = pass % blocks * QUERIES;
-      const int64_t count = std::min<int64_t>(QUERIES, total - first);
-      if (pass != known) a.transpose(b, h, first, count, transposed);
-      known = pass;
-      float* parts = split ? shared.mutable_data_ptr<float>() + pass * chunks * size : local;
-      const auto run = [&](int64_t c, float* part) {
-        a.partial(b, h, first, count, c * CHUNK, transposed, part);
+  const int64_t work = whole(most) / LANES * passes * (end - begin) * CHUNK * d, enough = 16384;
+  const int64_t used = std::clamp<int64_t>((work + enough - 1) / enough, 1, threads);
+  at::parallel_for(0, used, 1, [&](int64_t worker, int64_t workers) {
+    const at::Tensor own = at::empty({2 * size + (most + 2 * LANES) * d}, q.options());
+    float *local = own.mutable_data_ptr<float>(), *transposed = local + 2 * size;
+    const Part all = Part::at(local, most, d);
+    std::vector<Tile> tiles;
+    // Chunks go to threads in runs, since who has just computed their parts merges them fastest. Passes go
+    // to who is free, the last first: later positions see more, as a rule.
+    const int64_t stop = split ? tasks * workers / used : tasks;
+    int64_t known = -1;
+    const auto after = [&](int64_t task) { return split ? task + 1 : next++; };
+    for (int64_t task = split ? tasks * worker / used : next++; task < stop; task = after(task)) {
+      const int64_t pass = passes - 1 - task / span, head = pass % (B * KV);
+      const int64_t first = pass / (B * KV) * block, count = std::min(block, total - first);
+      if (pass != std::exchange(known, pass)) {
+        tiles.clear();
+        for (int64_t i = 0; i < count; i += 2 * LANES) {
+          const int64_t position = (first + i) / groups, of = (first + i) % groups;
+          tiles.push_back({head / KV, head % KV, std::min<int64_t>(2 * LANES, count - i), position, of});
+          a.transpose(tiles.back(), transposed + i * d);
+        }
+      }
+      // For every chunk that a tile sees any of: f(tile, its first query, where its results are, what
+      // computes these).
+      const auto each = [&](int64_t from, int64_t to, auto f) {
+        for (int64_t c = from; c < to; ++c) {
+          const int64_t place = (pass * span + c - begin) * size;
+          float* parts = split ? shared.mutable_data_ptr<float>() + place : local + size;
+          for (size_t t = 0; t < tiles.size(); ++t)
+            if (const uint64_t any = a.seen_by_any(tiles[t], c)) {
+              const int64_t i = t * 2 * LANES;
+              const Part part = Part::at(parts, most, d).from(i, d);
+              f(tiles[t], i, part, [&] { a.partial(tiles[t], c, any, transposed + i * d, part); });
+            }
+        }
       };
       if (split) {
-        run(task % chunks, parts + task % chunks * size);
+        const int64_t c = begin + task % span;
+        each(c, c + 1, [](const Tile&, int64_t, Part, auto compute) { compute(); });
         if (--left[pass]) continue;
       }
-      std::fill_n(state, size, 0.0f);
-      std::fill_n(state + count * d, whole(count), LOWEST);
-      for (int64_t c = 0; c < chunks; ++c) {
-        if (!split) run(c, parts);
-        a.merge(parts + (split ? c * size : 0), count, state);
-      }
+      std::fill_n(local, size, 0.0f);
+      std::fill_n(all.top, whole(most), LOWEST);
+      each(begin, end, [&](const Tile& tile, int64_t i, Part part, auto compute) {
+        if (!split) compute();
+        a.merge(tile.count, part, all.from(i, d));
+      });
       for (int64_t i = 0; i < count; ++i) {
-        const float sum = state[count * d + whole(count) + i], inverse = sum > 0 ? 1 / sum : 0;
-        const int64_t position = (first + i) / a.groups, j = h * a.groups + (first + i) % a.groups;
-        float* to = result + ((b * n + position) * H + j) * d;
-        for (int64_t x = 0; x < d; ++x) to[x] = state[i * d + x] * inverse;
+        const float inverse = all.sum[i] > 0 ? 1 / all.sum[i] : 0;
+        const int64_t position = (first + i) / groups, j = head % KV * groups + (first + i) % groups;
+        float* to = result + ((head / KV * n + position) * H + j) * d;
+        for (int64_t x = 0; x < d; ++x) to[x] = all.values[i * d + x] * inverse;
       }
     }
   });

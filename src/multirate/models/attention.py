@@ -1,11 +1,12 @@
-"""Attention for decoding on a CPU: grouped queries read their keys and values where they lie.
+"""Attention on a CPU: grouped queries read their keys and values where they lie.
 
 For a block of several positions transformers' `sdpa` repeats keys and values for every query head first,
 all attended slots, layer by layer. Where three heads share one, that triples what attention reads and
 writes. `attention.cpp` has a kernel that reads them once for all heads and positions, in float32 on x86
 CPUs with AVX2; it is built on first use. A query's result then depends neither on the queries beside it
-nor on slots that it does not see. Elsewhere torch's own kernel takes grouped queries as they are; it
-needs about twice as long.
+nor on slots that it does not see, and slots that none sees cost nothing: a causal block over itself
+takes half. Elsewhere torch's own kernel takes grouped queries as they are; it needs at least twice as
+long.
 """
 
 from __future__ import annotations
