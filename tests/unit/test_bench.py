@@ -666,6 +666,16 @@ def test_table(run: Run, arguments: tuple[str, ...], capsys: pytest.CaptureFixtu
     assert all(len(line) <= 80 for line in out.splitlines()[:8])
 
 
+def test_the_command_takes_a_template(
+    run: Run, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, {"mr": "ab"}, {"mr": "cd"}, {"mr": "ef"})
+    assert run(*arguments, "--prompts", str(file), "--template", "{mr}b", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["prompts"] == 3
+    assert run(*arguments, "--prompts", str(file), "--template", "{table}") == 2
+    assert "line 1: has no field 'table'; it has mr" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("limit", "few"), [("1", True), ("2", True), ("3", False)])
 def test_few_prompts_have_no_intervals(
     run: Run,

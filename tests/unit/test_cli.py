@@ -161,12 +161,12 @@ def test_the_option_set_is_frozen() -> None:
         ],
         "demo": ["--prompt", "--max-new-tokens", "--dtype", "--quantize", "--compile", "--json"],
         "synth": [
-            "model", "output", "--tokens", "--prompts", "--answers", "--greedy-share",
+            "model", "output", "--tokens", "--prompts", "--template", "--answers", "--greedy-share",
             "--temperature", "--batch-rows", "--max-answer-tokens",
             "--max-prompt-tokens", "--seed", "--engine", "--dtype", "--device",
         ],
         "train": [
-            "model", "--data", "--output", "--preset", "--heldout-data", "--loss-on",
+            "model", "--data", "--output", "--preset", "--start-from", "--heldout-data", "--loss-on",
             "--max-length", "--max-tokens", "--epochs", "--batch-tokens",
             "--gradient-accumulation", "--learning-rate", "--warmup-share",
             "--weight-decay", "--clip", "--ema-decay", "--draft-steps", "--step-decay",
@@ -741,6 +741,21 @@ def test_train_saves_an_accelerator_that_generate_uses(
     assert f"multirate train {model} --data {text}" in (output / "README.md").read_text()
     used = cli("generate", model, "abc", "--accelerator", output, *NEW, *FAST, "--json")
     assert json.loads(used.out)["strategy"] == "speculative"
+
+
+def test_train_goes_on_from_an_accelerator(
+    cli: Cli, model: Path, text: Path, tmp_path: Path
+) -> None:
+    first, more = tmp_path / "first", tmp_path / "more"
+    assert cli(*train_arguments(model, text, first)).code == 0
+    arguments = train_arguments(model, text, more, "--start-from", str(first))
+    refused = cli(*arguments)
+    assert refused.code == 2 and "rank cannot be given beside start_from" in refused.err
+    at = arguments.index("--rank")
+    del arguments[at : at + 2]
+    found = cli(*arguments)
+    assert found.code == 0 and "closed form from" not in found.err, found.err
+    assert (more / CONFIG_FILE).read_text().count('"rank": 2') == 1
 
 
 def test_train_keeps_to_the_context_of_the_model(cli: Cli, model: Path, tmp_path: Path) -> None:

@@ -345,6 +345,15 @@ def test_the_command_writes_text_and_says_where_it_stands(model: Path, tmp_path:
     assert len(lines(out)) == 9
 
 
+def test_a_template_makes_the_prompts(model: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"n": i}) + "\n" for i in range(3)))
+    options = ("--tokens", "60", "--max-answer-tokens", "4", "--template", "say {n}")
+    assert run(model, out, "--prompts", data, *options).exit_code == 0
+    asked = {row["messages"][0]["content"] for row in lines(out)}
+    assert asked == {"say 0", "say 1", "say 2"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -27,6 +27,7 @@ from multirate.cli.options import (
     Dtype,
     Json,
     Quantize,
+    Template,
     accelerator_for,
     import_library,
     note,
@@ -61,6 +62,7 @@ def speculative(
             "each line",
         ),
     ] = "mt_bench",
+    template: Template = None,
     limit: Annotated[int | None, typer.Option(help="only the first so many prompts")] = None,
     per_category: Annotated[
         int | None, typer.Option(help="only the first so many prompts of each category")
@@ -151,7 +153,7 @@ def speculative(
         draft_model=draft_model,
     )
     options.require_weights(model)
-    prompt_set = read_prompts(prompts, limit=limit, per_category=per_category)
+    prompt_set = read_prompts(prompts, limit=limit, per_category=per_category, template=template)
     prompt_set.require_turns(turns)
     if by_category:
         prompt_set.require_categories()

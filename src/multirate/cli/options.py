@@ -25,6 +25,14 @@ AcceleratorChoice = Annotated[
         f"{NO_ACCELERATOR}; without this, the one that ships if any does",
     ),
 ]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="makes a prompt of each line of FILE, whatever its shape: {name} stands for a field, \\n "
+        "for a new line",
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(

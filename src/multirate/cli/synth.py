@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from multirate.cli.options import Device, Model, note
+from multirate.cli.options import Device, Model, Template, note
 from multirate.config.errors import MultirateError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def synth(
             "ships; without it the model invents them",
         ),
     ] = None,
+    template: Template = None,
     answers: Annotated[
         int | None,
         typer.Option(
@@ -88,7 +89,7 @@ def synth(
     )
     given = None
     if prompts is not None:
-        rows = read_prompts(prompts).rows
+        rows = read_prompts(prompts, template=template).rows
         given = [_messages(row.content) for row in rows]
     require_output(output)
     tokenizer, writer = _writer(model, engine=engine, dtype=dtype, device=device, seed=seed)
@@ -109,8 +110,9 @@ def _writer(
 ) -> tuple[PreTrainedTokenizerBase, Writer]:
     import torch
 
+    import multirate
     from multirate.models.base import BaseModel
-    from multirate.models.forms import batch_dtype
+    from multirate.models.forms import batch_dtype, choose_form
     from multirate.models.loading import (
         load_pretrained,
         load_tokenizer,
@@ -127,6 +129,11 @@ def _writer(
     if engine == "vllm":
         length = int(read_config(model).max_position_embeddings)
         return tokenizer, VllmWriter(location, ends, context_length=length, dtype=dtype, seed=seed)
+    if dtype == "auto" and choose_form(model, device=device).if_exact:
+        # 4 bits that are the model's own: the numbers of float32, and several times as fast.
+        base = multirate.load(model, device=device, compile="auto").base
+        if base.packed:
+            return tokenizer, TorchWriter(base, ends)
     chosen = batch_dtype(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_pretrained(model, dtype=chosen if dtype == "auto" else dtype, device=device)
     return tokenizer, TorchWriter(BaseModel(loaded.model), ends)

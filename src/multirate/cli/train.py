@@ -45,6 +45,12 @@ def train(
     data: Annotated[list[str], typer.Option(help=DATA_HELP)],
     output: Annotated[Path, typer.Option(help="folder to save the accelerator to")],
     preset: Annotated[str, typer.Option(help=f"one of {', '.join(PRESETS)}")] = "carry",
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="an accelerator of this model to train further; it keeps its shape"
+        ),
+    ] = None,
     heldout_data: Annotated[
         str | None, typer.Option(help="text to measure acceptance on; default: some of the data")
     ] = None,
@@ -169,6 +175,7 @@ def train(
             output,
             heldout=heldout,
             preset=preset,
+            start_from=start_from,
             name=loaded.source,
             revision=loaded.revision,
             options=options,
