@@ -77,7 +77,7 @@ inline void constant(int64_t n, F f) {
   f(std::integral_constant<int, N>());
 }
 
-// The three below stay functions: inlined, their pointers would not fit the registers.
+// Not inlined: there, its pointers would not fit the registers.
 // Scores [slots, V * LANES] of the queries [d, V * LANES], for a chunk of keys.
 template <int V>
 [[gnu::noinline]] void score(const float* queries, const float* keys, int64_t stride, int64_t slots,
@@ -105,7 +105,7 @@ template <int V>
 
 // Scores become weights relative to the highest; that and the weights' sum, for each of V * LANES queries.
 template <int V>
-[[gnu::noinline]] void weights(float* scores, int64_t slots, float* top, float* sum) {
+void weights(float* scores, int64_t slots, float* top, float* sum) {
   for (int v = 0; v < V; ++v) {
     float* column = scores + v * LANES;
     Floats highest = Floats{} + LOWEST, total = {};
@@ -122,7 +122,7 @@ template <int V>
 
 // For T queries, V vectors of their values [slots, stride] weighted by [slots, width]: out [T, d].
 template <int T, int V>
-[[gnu::noinline]] void weigh(const float* weight, int64_t width, const float* values, int64_t stride,
+void weigh(const float* weight, int64_t width, const float* values, int64_t stride,
                              int64_t slots, float* out, int64_t d) {
   Floats sum[T][V] = {};
   for (int64_t s = 0; s < slots; ++s, values += stride, weight += width) {
@@ -269,23 +269,19 @@ struct Attention {
 std::vector<uint64_t> pack(const at::Tensor& mask) {
   const int64_t positions = mask.size(2), length = mask.size(3), step = mask.stride(3);
   const int64_t chunks = (length + CHUNK - 1) / CHUNK;
-  std::vector<uint64_t> packed(mask.size(0) * positions * chunks);
-  const bool* seen = mask.const_data_ptr<bool>();
-  at::parallel_for(0, packed.size(), 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t line = i / chunks, start = i % chunks * CHUNK;
-      const int64_t slots = std::min<int64_t>(CHUNK, length - start);
-      const bool* from = seen + line / positions * mask.stride(0) + line % positions * mask.stride(2);
-      alignas(64) bool flags[CHUNK] = {};
-      if (step == 1)
-        std::memcpy(flags, from + start, slots);
-      else
-        for (int64_t s = 0; s < slots; ++s) flags[s] = from[(start + s) * step];
-      for (int byte = 0; byte < CHUNK / 8; ++byte) {
-        uint64_t eight;  // bytes of 0 or 1; the product's highest byte has a bit of each
-        std::memcpy(&eight, flags + 8 * byte, 8);
-        packed[i] |= (eight * 0x0102040810204080 >> 56) << 8 * byte;
+  const int64_t lines = mask.size(0) * positions, grain = 4096 / (chunks + 1) + 1;
+  std::vector<uint64_t> packed(lines * chunks);
+  at::parallel_for(0, lines, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t line = begin; line < end; ++line) {
+      const bool* seen = mask.const_data_ptr<bool>() + line / positions * mask.stride(0);
+      seen += line % positions * mask.stride(2);
+      uint64_t* word = packed.data() + line * chunks;
+      int64_t s = 0;
+      for (uint64_t eight; step == 1 && s + 8 <= length; s += 8) {
+        std::memcpy(&eight, seen + s, 8);  // bytes of 0 or 1; the product's highest has a bit of each
+        word[s / CHUNK] |= (eight * 0x0102040810204080 >> 56) << s % CHUNK;
       }
+      for (; s < length; ++s) word[s / CHUNK] |= uint64_t{seen[s * step]} << s % CHUNK;
     }
   });
   return packed;
@@ -310,11 +306,12 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& keys, const at::Ten
   float* result = out.mutable_data_ptr<float>();
 
   int64_t begin = chunks, end = 0;  // the chunks that any query sees
-  for (size_t i = 0; i < seen.size(); ++i)
-    if (const int64_t chunk = i % chunks; seen[i]) {
-      begin = std::min(begin, chunk);
-      end = std::max(end, chunk + 1);
-    }
+  for (size_t line = 0; line < seen.size(); line += chunks)
+    for (int64_t c = 0; c < chunks; ++c)
+      if (seen[line + c]) {
+        begin = std::min(begin, c);
+        end = std::max(end, c + 1);
+      }
 
   // Blocks of queries share a pass over the slots: large ones read these less often, small ones occupy
   // all threads. Where there are too few, each chunk is a task of its own, and who finishes a block's last
