@@ -7,7 +7,7 @@ import torch
 from tiny_models import TINY_MODELS, tiny_model
 
 from multirate.models import block as block_module
-from multirate.models.base import FULL, SLIDING, BaseModel
+from multirate.models.base import SLIDING, BaseModel
 
 DEPTHS = torch.tensor([0, 1, 1, 2])
 SEES = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=torch.bool)
