@@ -193,13 +193,13 @@ def test_the_kernel_of_other_cpus(vectors: str) -> None:
     code = (
         f"import sys, pytest; from multirate.models import kernels; {told}; sys.exit(pytest.main())"
     )
-    these = "test_a_layer_multiplies or test_a_row_does_not"
+    these = "test_a_layer_multiplies or test_a_row_does_not or test_adapters_beside"
     run = subprocess.run(
         [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", __file__, "-k", these],
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0 and "23 passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0 and "55 passed" in run.stdout, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("bits", [4, 16])
@@ -209,6 +209,30 @@ def test_the_compiler_sees_the_output_shape(bits: int) -> None:
     operator = torch.ops.multirate.quantized_linear.default
     arguments = (x, layer.weight, layer.scales, layer.bias, bits, 45)
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert torch.equal(torch.export.export(layer, (x,)).module()(x), layer(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "outs", [(64, 32, 32), (45, 70), (33,), (1, 1)]
+)  # blocks of several layers
+@pytest.mark.parametrize(("inputs", "rank"), [(96, 16), (70, 5), (70, 37), (5, 3)])
+def test_adapters_beside_the_weights(
+    outs: tuple[int, ...], inputs: int, rank: int, bias: bool
+) -> None:
+    """Each layer's own is added to its outputs, and rows stay independent of each other."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(sum(outs), inputs), torch.randn(9, inputs)
+    offset = torch.randn(sum(outs)) if bias else None
+    adapters = [(torch.randn(rank, inputs).half(), torch.randn(o, rank).half()) for o in outs]
+    layer = QuantizedLinear(weight, offset, bits=4)
+    layer.adapt(adapters)
+    full = restored(weight, 4) + torch.cat([B.float() @ A.float() for A, B in adapters])
+    assert is_near(layer(x), x, full, offset)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for n in range(2, 10):
+        assert torch.equal(layer(x[:n]), alone[:n])
+    assert torch.equal(layer(x.repeat(30, 1)), alone.repeat(30, 1))
     assert torch.equal(torch.export.export(layer, (x,)).module()(x), layer(x))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
@@ -10,12 +10,12 @@ from torch import nn
 
 from multirate.models import kernels
 from multirate.models.packed import PACKED, PackedLinear
-from multirate.models.quantized import BITS, HalfLinear, QuantizedLinear, load_kernel
+from multirate.models.quantized import BITS, HalfLinear, QuantizedLinear, is_exact, load_kernel
 
 Packer = Callable[[nn.Linear], nn.Module]
 
 # Bits of what only drafts: a verify pass corrects it, so speed is all that counts. Adapters that were
-# folded into 4-bit weights leave their grid, hence not 4.
+# folded into 4-bit weights leave their grid, hence not 4; beside them they may stay (`adapted_packer`).
 DRAFT_BITS = 8
 
 
@@ -42,6 +42,19 @@ def draft_packer(kind: str, device: torch.device) -> Packer:
     if kind == PACKED and not has_kernel():
         return PackedLinear.of
     return lambda linear: QuantizedLinear.of(linear, DRAFT_BITS)
+
+
+def adapted_packer(linears: Iterable[nn.Linear]) -> Callable[[nn.Linear], QuantizedLinear] | None:
+    """What packs a drafter's copy of base layers that low-rank adapters stay beside, or None: fold them.
+
+    Where 4 bits hold the base's weights exactly, half the bytes of folded ones are read.
+    """
+    linears = list(linears)
+    if not all(linear.weight.device.type == "cpu" for linear in linears) or not has_kernel():
+        return None
+    if not all(is_exact(linear.weight, 4) for linear in linears):
+        return None
+    return lambda linear: QuantizedLinear.of(linear, 4)
 
 
 def _prefers_own_half() -> bool:

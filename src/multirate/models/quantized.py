@@ -20,7 +20,7 @@ longer be trained, saved or moved to another device.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -39,6 +39,7 @@ BITS = {INT8: 8, INT4: 4}
 
 GROUP = 32  # inputs that share a scale; as in quantized.cpp
 _BLOCK = 32  # outputs stored side by side; as in quantized.cpp
+_LANES = 16  # ranks are filled up to a multiple of this; whole vectors in quantized.cpp
 _SOURCE = Path(__file__).with_name("quantized.cpp")
 
 
@@ -157,9 +158,41 @@ class _KernelLinear(nn.Module):
                 linear.register_buffer(name, value)
         return linear
 
+    def adapt(self, adapters: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add `B A x` to what it gives, from now on.
+
+        Args:
+            adapters: A `[r, in]` and B `[out, r]` of each layer whose outputs are side by side here;
+                rounded to float16.
+        """
+        inner = torch.cat([A.detach() for A, _ in adapters]).half()  # [R, in]
+        outer = torch.block_diag(*(B.detach().float() for _, B in adapters)).half()  # [out, R]
+        blocks = _blocks(F.pad(outer, (0, 0, 0, -outer.shape[0] % _BLOCK)))  # [out / 32, R, 32]
+        # Of its layer's columns only, or of two layers' where a block has outputs of both.
+        used = _blocks(
+            F.pad(
+                torch.block_diag(*(torch.ones_like(B) for _, B in adapters)),
+                (0, 0, 0, -outer.shape[0] % _BLOCK),
+            )
+        ).any(-1)  # [out / 32, R]
+        depth = int(used.sum(1).max())
+        starts = used.int().argmax(1).clamp(max=inner.shape[0] - depth)
+        columns = starts[:, None] + torch.arange(depth)
+        kept = blocks.gather(1, columns[..., None].expand(-1, -1, _BLOCK))
+        padded = F.pad(inner.T, (0, -inner.shape[0] % _LANES)).contiguous()
+        self.register_buffer("A", padded)
+        self.register_buffer("B", kept.contiguous())
+        self.register_buffer("starts", starts.int())
+
     def forward(self, x: Tensor) -> Tensor:
         # Not self.weight: looking three of them up costs as much as calling the kernel.
         known = self._buffers
+        if "starts" in known:
+            adapted: Tensor = torch.ops.multirate.adapted_linear.default(
+                x, known["weight"], known["scales"], known["bias"], self.bits, self.out_features,
+                known["A"], known["B"], known["starts"],
+            )  # fmt: skip
+            return adapted
         out: Tensor = torch.ops.multirate.quantized_linear.default(
             x, known["weight"], known["scales"], known["bias"], self.bits, self.out_features
         )
@@ -309,4 +342,18 @@ def load_kernel() -> None:
     ) -> Tensor:
         return x.new_empty((*x.shape[:-1], outputs))
 
+    def adapted_shape(
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        outputs: int,
+        a: Tensor | None,
+        b: Tensor | None,
+        starts: Tensor | None,
+    ) -> Tensor:
+        return x.new_empty((*x.shape[:-1], outputs))
+
+    torch.library.register_fake("multirate::adapted_linear", adapted_shape)
     torch.library.register_fake("multirate::quantized_linear", shape)  # for torch.compile

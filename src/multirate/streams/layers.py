@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from multirate.models.arena import KVArena
 from multirate.models.base import BaseModel, Block
 from multirate.models.packed import pack_linears
+from multirate.models.packing import adapted_packer
+from multirate.models.quantized import QuantizedLinear
+from multirate.models.siblings import sibling_linears
 from multirate.streams.adapters import AdaptedLinear, LowRank, LowRankMix, rms_norm
 
 
@@ -84,11 +87,31 @@ class TiedLayer(nn.Module):
         self.__dict__["folded"] = folded
 
     def pack(self, pack: Callable[[nn.Linear], nn.Module]) -> None:
-        """Fold, and pack the folded weights (`models.packed`); before the base itself is packed."""
-        self.fold()
-        assert self.folded is not None
-        pack_linears(self.folded, pack)
+        """Pack copies of the weights (`models.packed`), before the base itself is packed.
+
+        Adapters are folded in, or stay beside weights that 4 bits hold exactly.
+        """
+        linears = [m.linear for m in self.tied.modules() if isinstance(m, AdaptedLinear)]
+        pack_beside = adapted_packer(linears)
+        if pack_beside is None:
+            self.fold()
+            assert self.folded is not None
+            pack_linears(self.folded, pack)
+        else:
+            self.__dict__["folded"] = self._pack_beside(pack_beside)
         self.__dict__["tied"] = self.folded  # lets go of the base's own, unpacked weights
+
+    def _pack_beside(self, pack: Callable[[nn.Linear], QuantizedLinear]) -> nn.Module:
+        """A copy of the layer whose packed weights have the adapters beside them."""
+        layer, adapters = _share(self.tied), {}
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, AdaptedLinear):
+                layer.set_submodule(name, module.linear)
+                adapters[name] = module.adapter.A, module.adapter.B
+        joint = {names[0]: names for names, _ in sibling_linears(layer)}
+        for name, packed in pack_linears(layer, pack).items():
+            cast(QuantizedLinear, packed).adapt([adapters[n] for n in joint.get(name, [name])])
+        return layer
 
     def fold_bytes(self) -> int:
         """Memory that `fold` takes."""
