@@ -293,6 +293,19 @@ def test_deed_is_fitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_pack("cpu"), reason="no packed weights here")
+@pytest.mark.parametrize("train", [train_medusa, train_deed])
+def test_a_bfloat16_model_trains_heads_too(
+    train: Callable[..., MedusaDrafter | DeedDrafter],
+) -> None:
+    base = BaseModel(tiny_model("llama").to(torch.bfloat16))
+    base.model.requires_grad_(False)
+    drafter = train(
+        base, text_rows(), text_rows()[:4], replace(OPTIONS, epochs=1), lambda line: None
+    )
+    assert all(bool(p.isfinite().all()) for p in drafter.heads.parameters())
+    assert 0 < drafter.expected_acceptance[0] <= 1
+
+
 def test_heads_of_a_packed_model() -> None:
     base = BaseModel(tiny_model("llama"))
     ids = torch.tensor([5, 3, 60])

@@ -55,6 +55,8 @@ class DraftHead(nn.Module):
 
     def forward(self, normed: Tensor) -> Tensor:
         """A normed state `[..., D]` to logits `[..., Vd]`."""
+        if isinstance(self.rows, nn.Linear):  # heads are trained in float32 beside any model
+            normed = normed.to(self.rows.weight.dtype)
         return self.base.soft_cap(cast(Tensor, self.rows(normed)))
 
 
