@@ -318,7 +318,8 @@ class Accelerator(nn.Module):
     def pack(self, kind: str = PACKED) -> None:
         """Draft from packed weights; call it just before the base's own `pack`, of the same kind.
 
-        All layers are folded: packed, they take half the bytes. It cannot be trained afterwards.
+        Adapters are folded into the weights, or stay beside those that 4 bits hold exactly. It cannot be
+        trained afterwards.
 
         Args:
             kind: "packed" (`models.packed`), or "int8" or "int4" (`models.quantized`).
