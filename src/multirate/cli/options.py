@@ -52,9 +52,9 @@ Compile = Annotated[
     str | None,
     typer.Option(
         "--compile",
-        metavar="auto|layers|model|none",
-        help="compile the model, a layer at a time or as one graph, once for a machine; auto: layers "
-        "on a CPU that has a C++ compiler",
+        metavar="auto|layers|model|graphs|none",
+        help="compile the model, a layer at a time or as one graph, once for a machine; graphs: CUDA "
+        "graphs; auto: layers on a CPU that has a C++ compiler",
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one")]

@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 if TYPE_CHECKING:
     from multirate.models.block import Block
+    from multirate.models.cuda_graphs import ArenaPool
 
 
 def write_slots(target: Tensor, slots: Tensor, states: Tensor) -> None:
@@ -78,6 +79,7 @@ class KVArena(Cache):
         dtype: storage type of keys and values.
         device: where they live.
         only: layers that have slots at all; None for all of them.
+        pool: lends the memory; there may then be more slots.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class KVArena(Cache):
         dtype: torch.dtype,
         device: torch.device | str,
         only: Collection[int] | None = None,
+        pool: ArenaPool | None = None,
     ) -> None:
         head_dim = getattr(config, "head_dim", None) or (
             config.hidden_size // config.num_attention_heads
@@ -99,7 +102,12 @@ class KVArena(Cache):
         every = range(config.num_hidden_layers)
         self._held = sorted(every if only is None else only)
         shape = (2, rows, config.num_key_value_heads, max_len, head_dim)
-        self._all = torch.zeros((len(self._held), *shape), dtype=dtype, device=device)
+        whole = (len(self._held), *shape)
+        if pool is None:
+            self._all = torch.zeros(whole, dtype=dtype, device=device)
+        else:
+            self._all = pool.borrow(whole, slots=4, dtype=dtype, device=torch.device(device))
+            pool.give_back_with(self, self._all)
         none = self._all.new_zeros((rows, config.num_key_value_heads, 0, head_dim))
         held = {layer: (self._part(i, 0), self._part(i, 1)) for i, layer in enumerate(self._held)}
         super().__init__(layers=[ArenaLayer(*held.get(i, (none, none))) for i in every])

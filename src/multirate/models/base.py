@@ -24,6 +24,7 @@ from multirate.models.arena import KVArena
 from multirate.models.attention import GROUPED
 from multirate.models.block import Block, Blocks, Rotary
 from multirate.models.compiled import Compiled, compile_mode
+from multirate.models.cuda_graphs import ArenaPool
 from multirate.models.packed import PACKED, PackedLinear, can_pack, pack_linears
 from multirate.models.packing import layer_packer
 from multirate.models.quantized import (
@@ -73,6 +74,7 @@ class BaseModel:
         self.lm_head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
         self._packing: str | None = None
         self._compiled: Compiled | None = None
+        self._arenas: ArenaPool | None = None
         self._stack: Stack | None = None  # all layers
         # What was warmed up: the model or a stream, for batches of one row (False) or of several.
         self.warm: set[tuple[object, bool]] = set()
@@ -181,6 +183,7 @@ class BaseModel:
             dtype=self.dtype,
             device=self.device,
             only=only,
+            pool=self._arenas,
         )
 
     def block(
@@ -250,13 +253,13 @@ class BaseModel:
             Tensor: h_stop, `[B, n, D]`.
         """
         layers = list(self.layers)[start:stop]
-        if self.compile_mode == "model" and len(layers) == self.num_layers:
+        if self.compile_mode in ("model", "graphs") and len(layers) == self.num_layers:
             assert self._compiled is not None and self._stack is not None
             memory = [arena.memory(i) for i in range(start, stop)]
             every = [h, *self._compiled.layers(self._stack, h, block, memory)]
             if states is not None:
-                states.update({i: every[i] for i in states})
-            return every[-1]
+                states.update({i: self._compiled.lasting(every[i]) for i in states})
+            return self._compiled.lasting(every[-1])
         arena.use(block, start, stop)
         for i, layer in enumerate(layers, start):
             if states is not None and i in states:
@@ -302,13 +305,14 @@ class BaseModel:
         """Run layers compiled from now on (`models.compiled`); for decoding only.
 
         Args:
-            mode: "layers", "model" or "auto"; "none" or None to run them eagerly.
+            mode: "layers", "model", "graphs" (CUDA) or "auto"; "none" or None to run them eagerly.
 
         Raises:
-            MultirateError: an unknown mode.
+            MultirateError: an unknown mode, or one that is not for this device.
         """
         chosen = compile_mode(mode, self.device)
         self._compiled = None if chosen is None else Compiled(chosen, self.device)
+        self._arenas = ArenaPool() if chosen == "graphs" else None
         self._stack = Stack(
             tuple(self.layers), self.layer_types, name=f"{self.num_layers} decoder layers as one"
         )
@@ -326,7 +330,7 @@ class BaseModel:
             if (self, several) in self.warm:
                 continue
             for n in (POSITIONS, 1):
-                if self.compile_mode is None:
+                if self.compile_mode in (None, "graphs"):  # captures belong to an arena
                     return
                 block, arena = self.example(several=several, n=n)
                 h = self.embed(torch.zeros_like(block.slots))
