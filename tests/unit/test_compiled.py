@@ -12,6 +12,7 @@ from tiny_models import TINY_MODELS, tiny_model
 import multirate
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
+from multirate.models.ahead import _signature
 from multirate.models.architectures import ARCHITECTURES
 from multirate.models.attention import GROUPED, group_queries
 from multirate.models.base import BaseModel
@@ -128,6 +129,15 @@ def test_what_cannot_be_compiled_runs_eagerly_and_says_why(monkeypatch: pytest.M
         base.warm_up(1)
     assert base.compile_mode is None
     assert torch.equal(logits(base, [9], 4), expected)
+
+
+def test_layers_of_another_attention_are_compiled_for_themselves() -> None:
+    """Eager attention adds its masks, the others read bools: a library for one makes nonsense there."""
+    eager, torchs, grouped = (tiny_model(n) for n in ("llama-eager", "llama", "llama"))
+    group_queries(grouped, kernel=False)
+    models = (eager, torchs, grouped, tiny_model("llama", seed=1))
+    signatures = [_signature(model.model.layers[0]) for model in models]
+    assert len(set(signatures)) == 3 and signatures[1] == signatures[3]
 
 
 def test_an_unknown_mode_is_refused_before_anything_is_loaded() -> None:

@@ -218,6 +218,7 @@ def _signature(whole: nn.Module) -> str:
     facts: list[Any] = []
     if config is not None:
         facts.append({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})
+        facts.append(config._attn_implementation)  # which no config's dict names
     facts += [(n, t.shape, t.stride(), t.dtype) for n, t in _tensors(whole).items()]
     for name, module in whole.named_modules():
         plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
