@@ -156,3 +156,16 @@ def test_rows_of_lookups_are_not_charged_to_the_model() -> None:
         length.update([Outcome(drafted=1, accepted=1, entries=9)], draft, [[1]])
     assert length.gain() == pytest.approx((0.3, 1.0), rel=1e-3)
     assert length.pays()
+
+
+def test_the_first_draft_of_a_cycle_has_a_price_of_its_own() -> None:
+    """A chain of three pays where each step but the first is cheap."""
+
+    def drafts(costs: StepCosts) -> list[bool]:
+        length = DraftLength(costs, max_drafts=3, prior=(0.6,) * 3)
+        length.begin(1)
+        return [length.go_on(i, None) for i in range(3)]
+
+    verify = (1.0, 1.0, 1.0, 1.0)
+    assert drafts(StepCosts(verify, draft=(0.2,), start=0.25)) == [True, True, False]
+    assert drafts(StepCosts(verify, draft=(0.45,))) == [True, False, False]

@@ -294,17 +294,20 @@ def test_measured_costs_are_medians_of_interleaved_rounds(monkeypatch: pytest.Mo
     monkeypatch.setattr("multirate.decode.costs.time.perf_counter", lambda: clock)
     costs = measure_costs(
         lambda n: work(n, 10 + n),
-        lambda beam: work(f"draft {beam}", 3 if beam == 0 else 6 + beam),
+        lambda beam: work(f"draft {beam}", 5 if beam == 0 else 7 + beam),
         max_drafts=4,
         max_beam=4,
         synchronize=lambda: None,
         repeats=2,
     )
-    assert calls == [1, 2, 4, 5, "draft 0", "draft 2", "draft 4"] * 3
+    # Every cycle's drafts come behind a pass.
+    assert calls == [1, 2, 4, 5, "draft 0", 1, "draft 1", 1, "draft 2", 1, "draft 4"] * 3
     assert costs.verify == pytest.approx((11, 12, 13, 14, 15))
-    assert costs.draft == pytest.approx((3, 5, 6, 7))  # what a second step adds to the first
+    assert costs.draft == pytest.approx((3, 4, 5, 6))  # what a second step adds to the first
+    assert costs.start == pytest.approx(5 - 3)
     assert costs.extra([], 0) == 0
-    assert costs.extra([1, 3], 4) == pytest.approx(3 + 6 + 15 - 11)
+    assert costs.extra([1], 0) == pytest.approx(5)
+    assert costs.extra([1, 3], 4) == pytest.approx(5 + 5 + 15 - 11)
 
 
 def test_longrope_context_ends_where_its_frequencies_change() -> None:

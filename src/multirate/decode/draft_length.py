@@ -215,6 +215,7 @@ class DraftLength:
         if chance is None:
             chance = prod(acceptance[:drafted])
         cost = self.costs.draft[0] + self.rows * self.costs.row
+        cost += self.costs.start if drafted == 0 else 0.0
         return chance * acceptance[drafted] > self.price() * cost
 
     def chance(self, claimed: float, kind: int = MODEL) -> float:
