@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def forget() -> None:
+def forget() -> Iterator[None]:
+    packing.has_kernel.cache_clear()
+    yield
     packing.has_kernel.cache_clear()
 
 
@@ -56,6 +60,22 @@ def test_without_our_kernel_packed_is_fbgemms(
         assert not packing.has_kernel()
     assert isinstance(packing.layer_packer("packed", linear())(linear()), PackedLinear)
     assert isinstance(packing.draft_packer("packed", CPU)(linear()), PackedLinear)
+
+
+def test_a_kernel_of_an_earlier_run_needs_no_compiler(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    """As in an image whose cache was filled where there was one."""
+    assert packing.has_kernel()
+    for name in ("find_compiler", "has_compiler"):
+        monkeypatch.setattr(kernels, name, lambda: None)
+    for cache, expected in ((None, True), (tmp_path, False)):
+        if cache is not None:
+            monkeypatch.setenv("MULTIRATE_CACHE", str(cache))
+        packing.has_kernel.cache_clear()
+        packing.load_kernel.cache_clear()
+        assert packing.has_kernel() is expected
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("kind", ["packed", "int8", "int4"])

@@ -37,15 +37,17 @@ def has_kernel(load: Callable[[], None], otherwise: str) -> bool:
     """Whether operators of ours can be used on this machine; builds and loads them if so.
 
     Args:
-        load: loads them; raises a MultirateError where they cannot be built, of which a warning tells.
+        load: loads them, from the cache even without a compiler; raises a MultirateError where they
+            cannot be built. A warning tells why, unless there is just no compiler.
         otherwise: what happens then, for the warning.
     """
-    if not torch.cpu._is_avx2_supported() or not has_compiler():
+    if not torch.cpu._is_avx2_supported():
         return False
     try:
         load()
     except MultirateError as error:
-        warnings.warn(f"{otherwise}: {error}", stacklevel=3)
+        if has_compiler():
+            warnings.warn(f"{otherwise}: {error}", stacklevel=3)
         return False
     return True
 
