@@ -106,7 +106,7 @@ def generate(
             "--system is a message of a chat, but --raw uses no chat template. Leave one of them "
             "out, or write the system text into the prompt."
         )
-    content = read_prompt(text=text, prompt=prompt, prompt_file=prompt_file)
+    content = read_prompt(model=model, text=text, prompt=prompt, prompt_file=prompt_file)
     messages: Any = content
     if system is not None:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
@@ -132,8 +132,12 @@ def generate(
     note(summary(result))
 
 
-def read_prompt(*, text: str | None, prompt: str | None, prompt_file: str | None) -> str:
+def read_prompt(
+    *, model: str, text: str | None, prompt: str | None, prompt_file: str | None
+) -> str:
     """The prompt from whichever way it was given; from stdin if it was given in no way.
+
+    Who waits at a terminal is told which model: a lone argument may have been meant as the prompt.
 
     Raises:
         MultirateError: it was given twice, is empty, is not UTF-8, or its file cannot be read.
@@ -144,7 +148,7 @@ def read_prompt(*, text: str | None, prompt: str | None, prompt_file: str | None
         raise MultirateError(f"The prompt was given as {' and as '.join(names)}. Give it once.")
     content = text if text is not None else prompt
     if content is None:
-        content = _read(STDIN if prompt_file is None else prompt_file)
+        content = _read(STDIN if prompt_file is None else prompt_file, model)
     try:
         content.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no characters
@@ -154,13 +158,16 @@ def read_prompt(*, text: str | None, prompt: str | None, prompt_file: str | None
     return content
 
 
-def _read(file: str) -> str:
+def _read(file: str, model: str) -> str:
     """The text of a file or of stdin, without one line break at its end."""
     name = "stdin" if file == STDIN else file
     try:
         if file == STDIN:
             if sys.stdin.isatty():
-                note("Reading the prompt from the terminal; end it with Ctrl-D on a new line.")
+                note(
+                    f"Reading the prompt for the model {model!r} from the terminal; end it with "
+                    f"Ctrl-D on a new line."
+                )
             data = sys.stdin.buffer.read()
         else:
             data = Path(file).read_bytes()
