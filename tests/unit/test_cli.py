@@ -753,9 +753,17 @@ def test_train_goes_on_from_an_accelerator(
     assert refused.code == 2 and "rank cannot be given beside start_from" in refused.err
     at = arguments.index("--rank")
     del arguments[at : at + 2]
+    nowhere = cli(*[x.replace(str(first), "./nowhere") for x in arguments])
+    assert nowhere.code == 2 and "no accelerator folder './nowhere'" in nowhere.err
+    assert "texts" not in nowhere.err  # before anything was read
     found = cli(*arguments)
     assert found.code == 0 and "closed form from" not in found.err, found.err
     assert (more / CONFIG_FILE).read_text().count('"rank": 2') == 1
+
+
+def test_a_template_without_prompts_is_refused(cli: Cli, model: Path, tmp_path: Path) -> None:
+    found = cli("synth", model, tmp_path / "x.jsonl", "--tokens", "9", "--template", "About {name}")
+    assert found.code == 2 and "which --prompts names. Give both." in found.err
 
 
 def test_train_keeps_to_the_context_of_the_model(cli: Cli, model: Path, tmp_path: Path) -> None:

@@ -317,6 +317,17 @@ def test_a_finished_accelerator_is_trained_further(tmp_path: Path) -> None:
         tiny_training(tmp_path / "d", base=base, shape={}, arguments={"start_from": "./nowhere"})
 
 
+def test_an_accelerator_is_not_trained_further_in_its_own_place(tmp_path: Path) -> None:
+    """Its training could not be resumed: what it began with is replaced by the best so far."""
+    base, start = tiny_base(), tmp_path / "a"
+    tiny_training(start, base=base, epochs=0)
+    arguments = {"start_from": start, "overwrite": True}
+    with pytest.raises(MultirateError, match=r"in its own place.*another folder"):
+        tiny_training(tmp_path / "b" / ".." / "a", base=base, shape={}, arguments=arguments)
+    with pytest.raises(MultirateError, match="so preset cannot be given beside start_from"):
+        tiny_training(tmp_path / "c", base=base, shape={}, arguments=arguments, preset="paper")
+
+
 def test_resuming_from_another_start_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,10 @@ def synth(
     # Everything that can be refused is refused before anything slow starts.
     if engine not in ENGINES:
         raise MultirateError(f"engine={engine!r} is not known. Allowed: {', '.join(ENGINES)}.")
+    if template is not None and prompts is None:
+        raise MultirateError(
+            "--template makes prompts of the lines of a file, which --prompts names. Give both."
+        )
     options = SynthOptions(
         tokens=tokens,
         batch_rows=batch_rows,

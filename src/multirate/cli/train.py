@@ -136,6 +136,7 @@ def train(
         "gates": _numbers("gates", gates),
         "carry_layers": _numbers("carry-layers", carry_layers),
     }
+    overrides = {name: value for name, value in overrides.items() if value is not None}
 
     import accelerate
 
@@ -143,8 +144,9 @@ def train(
     from multirate.models.forms import batch_dtype
     from multirate.models.loading import load_pretrained
     from multirate.train.data import read_rows
-    from multirate.train.trainer import open_output, train_accelerator
+    from multirate.train.trainer import open_output, require_start, train_accelerator
 
+    require_start(start_from, output, model=model, preset=preset, overrides=overrides)
     open_output(output, resume=resume, overwrite=overwrite)
     process = accelerate.PartialState(cpu=device == "cpu")
     device = device or str(process.device)
@@ -186,7 +188,7 @@ def train(
             command=shlex.join(["multirate", *sys.argv[1:]]),
             overwrite=overwrite,
             report=report,
-            **{name: value for name, value in overrides.items() if value is not None},
+            **overrides,
         )
     except KeyboardInterrupt:
         report.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from multirate.models.base import BaseModel
 from multirate.models.loading import config_fingerprint
 from multirate.streams.accelerator import Accelerator
 from multirate.streams.folder import (
+    find_folder,
+    read_config,
     remove_leftovers,
     require_free,
     save_accelerator,
@@ -41,6 +43,8 @@ from multirate.train.loop import Report, TrainingRun
 from multirate.train.memory import memory_advice
 from multirate.train.options import TrainingOptions
 from multirate.train.processes import Processes
+
+PRESET = "carry"
 
 
 def open_output(
@@ -65,13 +69,44 @@ def open_output(
     return target, state
 
 
+def require_start(
+    start_from: str | Path | None,
+    output: str | Path,
+    *,
+    model: str,
+    preset: str,
+    overrides: Collection[str],
+) -> None:
+    """Check what can be known before a model is loaded of the accelerator that is trained further.
+
+    Raises:
+        MultirateError: there is none, it would be replaced while it is needed, or another shape is asked
+            for.
+    """
+    if start_from is None:
+        return
+    shape = sorted(overrides) + (["preset"] if preset != PRESET else [])
+    if shape:
+        raise MultirateError(
+            f"An accelerator that is trained further keeps its shape, so {', '.join(shape)} "
+            f"cannot be given beside start_from (--start-from). Leave one of the two out."
+        )
+    folder = find_folder(start_from, model=model)
+    read_config(folder)
+    if folder.resolve() == Path(os.path.expanduser(output)).resolve():
+        raise MultirateError(
+            f"{folder} cannot be trained further in its own place: it is replaced during the training, "
+            f"which could then not be resumed from it. Save to another folder."
+        )
+
+
 def train_accelerator(
     base: BaseModel,
     rows: Sequence[Row],
     output: str | Path,
     *,
     heldout: Sequence[Row] | None = None,
-    preset: str = "carry",
+    preset: str = PRESET,
     start_from: str | Path | None = None,
     name: str = "",
     revision: str | None = None,
@@ -126,11 +161,9 @@ def train_accelerator(
             saved so far is lost.
     """
     options = options or TrainingOptions()
-    if start_from is not None and overrides:
-        raise MultirateError(
-            f"An accelerator that is trained further keeps its shape, so {', '.join(sorted(overrides))} "
-            f"cannot be given beside start_from (--start-from). Leave one of the two out."
-        )
+    require_start(
+        start_from, output, model=base.config.name_or_path, preset=preset, overrides=overrides
+    )
     target, state = open_output(output, resume=resume, overwrite=overwrite)
     folder = training_folder(target)
     worst = max((int(row.ids.max()) for row in (*rows, *(heldout or ()))), default=0)
