@@ -118,7 +118,7 @@ def run_race(
     def run(strategy: str, tokens: int) -> GenerationResult:
         return engine.generate(prompt_ids, options, strategy=strategy, max_new_tokens=tokens)
 
-    report("Warming up and measuring step costs")
+    report("Warming up, measuring step costs; the first time takes a minute or two")
     for strategy in ("plain", "speculative"):
         run(strategy, min(WARM_UP_TOKENS, options.max_new_tokens))
     plain, accelerated = [], []
