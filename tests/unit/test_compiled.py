@@ -12,7 +12,7 @@ from tiny_models import TINY_MODELS, tiny_model
 import multirate
 from multirate.config.errors import MultirateError
 from multirate.decode.engine import Engine
-from multirate.models.ahead import _signature
+from multirate.models.ahead import _code, _signature
 from multirate.models.architectures import ARCHITECTURES
 from multirate.models.attention import GROUPED, group_queries
 from multirate.models.base import BaseModel
@@ -138,6 +138,22 @@ def test_layers_of_another_attention_are_compiled_for_themselves() -> None:
     models = (eager, torchs, grouped, tiny_model("llama", seed=1))
     signatures = [_signature(model.model.layers[0]) for model in models]
     assert len(set(signatures)) == 3 and signatures[1] == signatures[3]
+
+
+def test_a_draft_step_of_other_code_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry's function is in another file than the module that calls it."""
+    stream = Accelerator.from_preset("carry", BaseModel(tiny_model("llama")))
+    read, edited = Path.read_bytes, {"entry.py": b"# edited"}
+    before = stream._whole._stack(own=False, picks=False).before
+    assert before is not None
+    signatures = []
+    for edits in ({}, edited, {}):
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda self, e=edits: read(self) + e.get(self.name, b"")
+        )
+        _code.cache_clear()
+        signatures.append(_signature(before))
+    assert signatures[0] == signatures[2] != signatures[1]
 
 
 def test_an_unknown_mode_is_refused_before_anything_is_loaded() -> None:

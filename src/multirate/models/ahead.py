@@ -231,19 +231,24 @@ def _signature(whole: nn.Module) -> str:
 
 @cache
 def _code(module: str) -> str | None:
-    """A hash of one of our own modules outside this room; versions stand for others' code."""
+    """A hash of the room of one of our own modules, whose functions it may call; versions stand for
+    others' code."""
     if module.partition(".")[0] != __name__.partition(".")[0]:
         return None
     file = sys.modules[module].__file__
-    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return None if file is None else _hash(Path(file).parent)
+
+
+def _hash(room: Path) -> str:
+    code = hashlib.sha256()
+    for file in sorted(room.glob("*.py")):
+        code.update(file.read_bytes())
+    return code.hexdigest()
 
 
 @cache
 def _environment() -> tuple[str, ...]:
     """Versions, our own code and the CPU: inductor compiles for the machine it runs on."""
-    code = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        code.update(file.read_bytes())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         flags = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -254,5 +259,5 @@ def _environment() -> tuple[str, ...]:
         transformers.__version__,
         platform.machine(),
         flags,
-        code.hexdigest(),
+        _hash(Path(__file__).parent),
     )
