@@ -109,7 +109,13 @@ class AheadOfTime:
 
         def build(path: Path) -> None:
             compiler = require_compiler(stack.name)
-            print(f"multirate: compiling {stack.name} (once)", file=sys.stderr, flush=True)
+            rows, positions = ("several" if many else "one" for many in key[:2])
+            print(
+                f"multirate: compiling {stack.name} for {rows} row and {positions} position at a time "
+                "(once; 5 to 20 seconds)",
+                file=sys.stderr,
+                flush=True,
+            )
             _compile(_Form(stack, len(key) - 2, ready.kinds), tensors, leading, compiler, path)
 
         with warnings.catch_warnings():
