@@ -157,7 +157,7 @@ def test_a_draft_step_of_other_code_is_compiled_again(monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_mode_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(MultirateError, match=r"'fast'.*layers, model, none"):
+    with pytest.raises(MultirateError, match=r"'fast'.*auto, layers, model, graphs, none"):
         multirate.load("/nowhere", compile="fast")
 
 
