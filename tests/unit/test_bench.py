@@ -407,6 +407,7 @@ def test_a_template_makes_prompts_of_any_shape(tmp_path: Path) -> None:
         ("{mr.x}", "line 1: does not fit the template"),
         ("{mr[x]}", "line 1: does not fit the template"),
         ("{mr:d}", "line 1: does not fit the template"),
+        ("{mr:>1000000000000000000}", "line 1: does not fit the template"),
         ("  ", "line 1: what the template makes is empty"),
     ],
 )

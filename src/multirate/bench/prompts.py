@@ -299,7 +299,7 @@ def _fill(template: str, data: dict[str, Any]) -> str:
         return template.replace("\\n", "\n").format_map(fields)
     except KeyError as error:
         raise ValueError(f"has no field {error}; it has {', '.join(fields)}") from None
-    except (ValueError, IndexError, AttributeError, TypeError) as error:
+    except (ValueError, IndexError, AttributeError, TypeError, MemoryError) as error:
         raise ValueError(
             f"does not fit the template ({error}); write {{name}} for a field and {{{{ for a brace"
         ) from None
