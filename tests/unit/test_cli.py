@@ -287,7 +287,7 @@ def test_compiling_is_announced_and_an_unknown_mode_refused(
 ) -> None:
     found = cli("generate", model, "abc", *NEW, *FAST, "--compile", "fast")
     assert (found.code, found.out) == (2, "")
-    assert "'fast'" in found.err and "auto, layers, model, none" in found.err
+    assert "'fast'" in found.err and "auto, layers, model, graphs, none" in found.err
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no compiler")
