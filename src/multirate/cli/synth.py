@@ -134,10 +134,10 @@ def _writer(
         length = int(read_config(model).max_position_embeddings)
         return tokenizer, VllmWriter(location, ends, context_length=length, dtype=dtype, seed=seed)
     if dtype == "auto" and choose_form(model, device=device).if_exact:
-        # 4 bits that are the model's own: the numbers of float32, and several times as fast.
-        base = multirate.load(model, device=device, compile="auto").base
-        if base.packed:
-            return tokenizer, TorchWriter(base, ends)
+        # Mostly 4 bits that are the model's own: the numbers of float32, and several times as fast.
+        return tokenizer, TorchWriter(
+            multirate.load(model, device=device, compile="auto").base, ends
+        )
     chosen = batch_dtype(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_pretrained(model, dtype=chosen if dtype == "auto" else dtype, device=device)
     return tokenizer, TorchWriter(BaseModel(loaded.model), ends)

@@ -148,11 +148,9 @@ class _Form(nn.Module):
         self.names = [list(_tensors(module)) for module in self.parts]
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        inputs, (slots, positions, *rest) = tensors[: self.inputs], tensors[self.inputs :]
-        masks, rotary = {}, {}
-        for kind in self.kinds:
-            masks[kind], cos, sin, *rest = rest
-            rotary[kind] = (cos, sin)
+        end = self.inputs + 2 + 3 * len(self.kinds)
+        inputs, rest = tensors[: self.inputs], tensors[end:]
+        block = Block.of_tensors(tensors[self.inputs : end], self.kinds)
         memory = []
         for _ in self.stack.layers:
             keys, values, *rest = rest
@@ -161,7 +159,6 @@ class _Form(nn.Module):
         for module, names in zip(self.parts, self.names, strict=True):
             calls.append(_with_weights(module, dict(zip(names, rest, strict=False))))
             rest = rest[len(names) :]
-        block = Block(positions, slots, None, masks[self.kinds[0]].shape[-1], masks, rotary)
         return run_stack(self.stack.with_modules(calls), inputs, block, memory)
 
 

@@ -323,6 +323,11 @@ class BaseModel:
         """How layers are compiled; None if they run eagerly."""
         return None if self._compiled is None or self._compiled.failed else self._compiled.mode
 
+    @property
+    def compiles(self) -> bool:
+        """Whether there is something to compile before text comes; captures belong to an arena."""
+        return self.compile_mode not in (None, "graphs")
+
     @torch.inference_mode()
     def warm_up(self, rows: int) -> None:
         """Compile now what a batch of so many rows needs, and its last row, if it is not yet."""
@@ -330,7 +335,7 @@ class BaseModel:
             if (self, several) in self.warm:
                 continue
             for n in (POSITIONS, 1):
-                if self.compile_mode in (None, "graphs"):  # captures belong to an arena
+                if not self.compiles:
                     return
                 block, arena = self.example(several=several, n=n)
                 h = self.embed(torch.zeros_like(block.slots))

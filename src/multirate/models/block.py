@@ -79,6 +79,16 @@ class Block:
             known = self._tensors[kinds] = [tensor.contiguous() for tensor in flat]
         return known
 
+    @classmethod
+    def of_tensors(cls, tensors: Sequence[Tensor], kinds: Sequence[str]) -> Block:
+        """The block whose `tensors(kinds)` these are; its slots are read from the tensor alone."""
+        slots, positions, *rest = tensors
+        masks, rotary = {}, {}
+        for i, kind in enumerate(kinds):
+            masks[kind], cos, sin = rest[3 * i : 3 * i + 3]
+            rotary[kind] = (cos, sin)
+        return cls(positions, slots, None, masks[kinds[0]].shape[-1], masks, rotary)
+
 
 @dataclass(frozen=True, eq=False)
 class _Tables:

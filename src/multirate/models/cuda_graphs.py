@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from multirate.models.block import Block, Rotary
+from multirate.models.block import Block
 from multirate.models.stack import KeysValues, Stack, run_stack
 
 STRIDE = 256  # slots; as many steps share a graph
@@ -82,14 +82,10 @@ class GraphedStacks:
 
     Args:
         capture: `CudaCapture`, or what stands in for it where there is no such device.
-        layers: as for `run_stack`: how decoder layers run while they are captured.
     """
 
-    def __init__(
-        self, capture: Capture | None = None, layers: Callable[..., list[Tensor]] | None = None
-    ) -> None:
+    def __init__(self, capture: Capture | None = None) -> None:
         self._capture = capture or CudaCapture()
-        self._options = {} if layers is None else {"layers": layers}
         self._graphs: OrderedDict[tuple[Any, ...], _Captured] = OrderedDict()
 
     def __call__(
@@ -129,17 +125,8 @@ class GraphedStacks:
         memory: Sequence[KeysValues],
     ) -> _Captured:
         own = [x.clone() for x in changing]
-        inputs, (slots, positions, *rest) = own[:num_inputs], own[num_inputs:]
-        masks: dict[str, Tensor] = {}
-        rotary: dict[str, Rotary] = {}
-        for i, kind in enumerate(kinds):
-            masks[kind], cos, sin = rest[3 * i : 3 * i + 3]
-            rotary[kind] = (cos, sin)
-        # Not `start`: a run of slots would be fixed in the graph, where the tensor is read anew.
-        block = Block(positions, slots, None, masks[kinds[0]].shape[-1], masks, rotary)
-        replay, out = self._capture(
-            lambda: run_stack(stack, inputs, block, memory, **self._options)
-        )
+        inputs, block = own[:num_inputs], Block.of_tensors(own[num_inputs:], kinds)
+        replay, out = self._capture(lambda: run_stack(stack, inputs, block, memory))
         return _Captured(stack, own, replay, out)
 
 

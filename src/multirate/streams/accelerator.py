@@ -243,7 +243,7 @@ class Accelerator(nn.Module):
             if (self, several) in base.warm:
                 continue
             for own, n in ((False, 1), (True, 1), (True, POSITIONS), (False, POSITIONS)):
-                if base.compile_mode is None:
+                if not base.compiles:
                     return
                 if n > 1 and not own and not own_kv:
                     continue  # only with keys and values of its own it reads several tokens at once
