@@ -72,11 +72,14 @@ def test_frequencies_that_follow_the_text_are_not_kept() -> None:
 
 
 @pytest.mark.parametrize("starts", [[5], [4, 7]])
-def test_one_position_of_a_chain_is_the_block_of_that_position(starts: list[int]) -> None:
+def test_a_position_alone_stands_where_it_stands_in_a_chain(starts: list[int]) -> None:
     base = BaseModel(tiny_model("mistral"))
     chain = base.block(starts, 5)
     for i in range(5):
-        one, alone = chain.single(i), base.block([start + i for start in starts], 1)
-        assert (one.start, one.visible) == (alone.start, alone.visible)
-        pairs = zip(one.tensors((SLIDING,)), alone.tensors((SLIDING,)), strict=True)
-        assert all(torch.equal(x, y) and x.is_contiguous() for x, y in pairs)
+        alone = base.block([start + i for start in starts], 1)
+        seen = alone.visible
+        assert seen == max(starts) + i + 1
+        slots, positions, mask, cos, sin = chain.tensors((SLIDING,))
+        expected = slots, positions, mask[:, :, :, :seen], cos, sin
+        for x, y in zip(expected, alone.tensors((SLIDING,)), strict=True):
+            assert torch.equal(x[:, :, i : i + 1] if x.ndim == 4 else x[:, i : i + 1], y)

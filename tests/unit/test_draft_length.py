@@ -105,6 +105,20 @@ def test_a_cycle_that_was_held_up_counts_for_little() -> None:
     assert machine.policy.gain()[0] < 1.2 * before
 
 
+def test_cycles_of_lookups_alone_do_not_make_a_model_dear() -> None:
+    """By the step costs they add next to nothing, by the clock what the loop does around them."""
+    costs = StepCosts((1.0, 1.001, 1.002), (0.1,))
+    machine = Machine(costs, plain=1.0, drafted=1.2, accepts=2)
+    machine.run(100)
+    before = machine.policy.gain()
+    found = Draft(torch.tensor([[7]]), chances=[[0.5]], kinds=[[TEXT]], steps=())
+    for _ in range(500):
+        machine.policy.begin(1)
+        machine.now += 1.1
+        machine.policy.update([Outcome(drafted=1, accepted=0, entries=1)], found, [[]])
+    assert machine.policy.gain() == before
+
+
 def test_other_numbers_of_rows_have_a_pace_of_their_own() -> None:
     machine = Machine(plain=1.0, drafted=1.2, accepts=1)
     machine.run(100)

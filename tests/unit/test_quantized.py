@@ -202,12 +202,24 @@ def test_the_kernel_of_other_cpus(vectors: str) -> None:
     assert run.returncode == 0 and "55 passed" in run.stdout, run.stdout + run.stderr
 
 
+def test_weights_that_no_cache_holds_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of the whole model; the products are the same."""
+    layers, x = nn.Sequential(HalfLinear(torch.randn(64, 64)), nn.ReLU()), torch.randn(3, 64)
+    quantized.stream_weights(layers)
+    before = layers(x)
+    assert not layers[0].streamed
+    monkeypatch.setattr(quantized, "STREAMED_FROM", 64 * 64 * 2 - 1)
+    quantized.stream_weights(layers)
+    assert layers[0].streamed
+    assert torch.equal(layers(x), before)
+
+
 @pytest.mark.parametrize("bits", [4, 16])
 def test_the_compiler_sees_the_output_shape(bits: int) -> None:
     weight, x = torch.randn(45, 64), torch.randn(3, 2, 64)
     layer = HalfLinear(weight) if bits == 16 else QuantizedLinear(weight, bits=bits)
     operator = torch.ops.multirate.quantized_linear.default
-    arguments = (x, layer.weight, layer.scales, layer.bias, bits, 45)
+    arguments = (x, layer.weight, layer.scales, layer.bias, bits, 45, False)
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
     assert torch.equal(torch.export.export(layer, (x,)).module()(x), layer(x))
 

@@ -312,7 +312,9 @@ class DraftLength:
             self._trusted += 1
             if self._trusted == FIRST_REST:
                 self._next_rest = FIRST_REST
-        if self.clock is not None:
+        # What lookups alone add is next to nothing by the step costs, so what they really add is no
+        # measure of how dear a drafter's steps are.
+        if self.clock is not None and (steps or entries == 0):
             extra = seconds / self.costs.verify[0]
             self._pace.learn(self.clock() - self._started, extra)
 

@@ -66,11 +66,7 @@ class OwnKvRun(StreamDrafter):
     def draft(self, request: DraftRequest) -> Draft:
         lengths = [length - FIRST for length in request.lengths]
         return self._draft(
-            request,
-            lambda: self._read_on(request),
-            self.accelerator.base.block(lengths, request.count),
-            lengths=lengths,
-            arena=self.arena,
+            request, lambda: self._read_on(request), lengths=lengths, arena=self.arena
         )
 
     def _read_on(self, request: DraftRequest) -> Guess:

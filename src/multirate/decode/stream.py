@@ -10,7 +10,6 @@ from torch import Tensor
 from multirate.decode.drafter import MAX_BEAM, RANKED, Draft, Drafter, DraftRequest
 from multirate.decode.growth import Level, draft_levels
 from multirate.models.arena import KVArena
-from multirate.models.base import Block
 from multirate.streams.accelerator import Accelerator, Carried, Guess
 from multirate.streams.step import Ranking
 
@@ -49,7 +48,6 @@ class StreamDrafter(Drafter):
         self,
         request: DraftRequest,
         first: Callable[[], Guess],
-        chain: Block,
         *,
         lengths: Sequence[int],
         arena: KVArena,
@@ -59,7 +57,6 @@ class StreamDrafter(Drafter):
         Args:
             request: what the loop wants.
             first: takes the stream over the last token.
-            chain: the last token and `request.count - 1` drafts behind it.
             lengths: the last token's slot in `arena`, one a row.
             arena: where the stream's layers read and write.
         """
@@ -71,7 +68,7 @@ class StreamDrafter(Drafter):
             if level.depth == 0:
                 guess = first()
             elif level.tree is None:
-                block = chain.single(level.depth)
+                block = base.block([length + level.depth for length in lengths], 1)
                 prefix = stream.prefix(lengths, block.positions)
                 guess = stream.guess(level.tokens, carried, block, arena, prefix)
             else:
@@ -111,12 +108,11 @@ class AcceleratorDrafter(StreamDrafter):
 
     def draft(self, request: DraftRequest) -> Draft:
         stream, lengths = self.accelerator, request.lengths
-        chain = stream.base.block(lengths, request.count)
 
         def first() -> Guess:
             carried = Carried(tuple(request.states[i] for i in stream.carry_layers), own=False)
-            block = chain.single(0)
+            block = stream.base.block(lengths, 1)
             prefix = stream.prefix(lengths, block.positions)
             return stream.guess(request.last[:, None], carried, block, request.arena, prefix)
 
-        return self._draft(request, first, chain, lengths=lengths, arena=request.arena)
+        return self._draft(request, first, lengths=lengths, arena=request.arena)

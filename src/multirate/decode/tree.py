@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+
+KEPT = 256  # shapes that are not made anew; those of single rows come again and again
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,25 +43,7 @@ class Tree:
     @staticmethod
     def of(parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
         """The tree of drafts' parents, one list of n a row, in which -1 stands for the last token."""
-        entries = len(parents[0]) + 1
-        seen, depths = bytearray(), []  # the mask a byte an entry; a tensor of lists takes longer
-        for row in parents:
-            lines, depth = [bytearray(entries)], [0]
-            lines[0][0] = 1
-            for entry, parent in enumerate(row, 1):
-                line = lines[parent + 1].copy()
-                line[entry] = 1
-                lines.append(line)
-                depth.append(depth[parent + 1] + 1)
-            seen += b"".join(lines)
-            depths.append(depth)
-        mask = torch.frombuffer(seen, dtype=torch.bool).view(len(parents), entries, entries)
-        above = [[parent + 1 for parent in row] for row in parents]
-        return Tree(
-            torch.tensor(above, dtype=torch.long, device=device).view(len(parents), entries - 1),
-            torch.tensor(depths, device=device),
-            mask.to(device),
-        )
+        return _tree(tuple(map(tuple, parents)), device)
 
     def row(self, index: int) -> Tree:
         """The tree of one row, `[1, ...]`."""
@@ -72,6 +56,30 @@ class Tree:
     def chain(n: int, device: torch.device) -> Tree:
         """The tree of n drafts one after another."""
         return _chain(n, str(device))
+
+
+@lru_cache(maxsize=KEPT)
+def _tree(parents: tuple[tuple[int, ...], ...], device: torch.device) -> Tree:
+    entries = len(parents[0]) + 1
+    seen, depths = bytearray(), []  # the mask a byte an entry; a tensor of lists takes longer
+    for row in parents:
+        lines, depth = [bytearray(entries)], [0]
+        lines[0][0] = 1
+        for entry, parent in enumerate(row, 1):
+            line = lines[parent + 1].copy()
+            line[entry] = 1
+            lines.append(line)
+            depth.append(depth[parent + 1] + 1)
+        seen += b"".join(lines)
+        depths.append(depth)
+    above = [[parent + 1 for parent in row] for row in parents]
+    with torch.inference_mode(False):
+        mask = torch.frombuffer(seen, dtype=torch.bool).view(len(parents), entries, entries)
+        return Tree(
+            torch.tensor(above, dtype=torch.long, device=device).view(len(parents), entries - 1),
+            torch.tensor(depths, device=device),
+            mask.to(device),
+        )
 
 
 @cache

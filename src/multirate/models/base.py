@@ -32,6 +32,7 @@ from multirate.models.quantized import (
     is_exact,
     quantize_with_torchao,
     require_quantizable,
+    stream_weights,
 )
 from multirate.models.stack import Stack, stack_of
 
@@ -160,6 +161,7 @@ class BaseModel:
             quantize_with_torchao(self.model, self.lm_head, kind)
             return
         pack_linears(self.model, layer_packer(kind, self.lm_head))
+        stream_weights(self.model)
         # The rest (norms, biases) is small; embeddings stay half as large and are cast when looked up.
         for module in self.model.modules():
             if not isinstance(module, nn.Embedding):

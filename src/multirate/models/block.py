@@ -45,27 +45,17 @@ class Block:
 
     def tail(self, n: int) -> Block:
         """The last n positions alone; what the others wrote they see as before."""
-        size = self.slots.shape[1]
-        return self._part(size - n, size, self.visible)
+        first = self.slots.shape[1] - n
 
-    def single(self, place: int) -> Block:
-        """One position of a chain alone, which sees nothing behind it."""
-        left = self.slots.shape[1] - 1 - place
-        return self._part(place, place + 1, self.visible - left)
-
-    def _part(self, start: int, stop: int, visible: int) -> Block:
         def part(x: Tensor) -> Tensor:
-            return x[:, start:stop].contiguous()  # once, not in every compiled layer
+            return x[:, first:].contiguous()  # once, not in every compiled layer
 
         return Block(
             positions=part(self.positions),
             slots=part(self.slots),
-            start=None if self.start is None else self.start + start,
-            visible=visible,
-            masks={
-                kind: mask[:, :, start:stop, :visible].contiguous()
-                for kind, mask in self.masks.items()
-            },
+            start=None if self.start is None else self.start + first,
+            visible=self.visible,
+            masks={kind: mask[:, :, first:].contiguous() for kind, mask in self.masks.items()},
             rotary={kind: (part(cos), part(sin)) for kind, (cos, sin) in self.rotary.items()},
         )
 

@@ -11,6 +11,9 @@
 // With 16 bits a weight is a float16 itself: weight's words are [N / BLOCK, K, BLOCK] of them, and scales
 // [N / BLOCK, K / GROUP, 0].
 //
+// Weights that are read once a pass, and are more than caches hold, are `streamed`: they are asked for in a
+// way that leaves the caches to others, a drafter's weights first of all.
+//
 // Every row is summed in the same order, however many rows a call has: a row's result never depends on
 // the rows beside it.
 
@@ -56,6 +59,16 @@ inline Floats load(const float* p) {
   Floats v;
   std::memcpy(&v, p, sizeof v);
   return v;
+}
+
+// Asks for words that will be read soon.
+inline void ask_for(const int32_t* words, int count, bool streamed) {
+  for (int i = 0; i < count; i += LINE) {
+    if (streamed)
+      __builtin_prefetch(words + i, 0, 0);
+    else
+      __builtin_prefetch(words + i);
+  }
 }
 
 inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
@@ -139,7 +152,8 @@ struct FloatInputs {
 
   // R rows, from the first on, times V vectors of outputs of a block, from start on.
   template <int R, int V>
-  void tile(int64_t first, const int32_t* w, const at::Half* s, int start, Floats (&total)[R][V]) const {
+  void tile(int64_t first, const int32_t* w, const at::Half* s, int start, bool streamed,
+            Floats (&total)[R][V]) const {
     constexpr int DEPTH = 32 / BITS;
     const float* x = scaled.get() + first * groups * GROUP;
     const float* sum = sums.get() + first * groups;
@@ -147,7 +161,7 @@ struct FloatInputs {
       Floats part[R][V] = {};
 #pragma GCC unroll 8
       for (int c = 0; c < GROUP / DEPTH; ++c, w += BLOCK) {
-        for (int i = 0; i < V * LANES; i += LINE) __builtin_prefetch(w + AHEAD + start + i);
+        ask_for(w + AHEAD + start, V * LANES, streamed);
 #pragma GCC unroll 8
         for (int j = 0; j < DEPTH; ++j) {
           Floats q[V];
@@ -225,7 +239,8 @@ struct ShortInputs {
 
   // R rows, from the first on, times V vectors of outputs of a block, from start on.
   template <int R, int V>
-  void tile(int64_t first, const int32_t* w, const at::Half* s, int start, Floats (&total)[R][V]) const {
+  void tile(int64_t first, const int32_t* w, const at::Half* s, int start, bool streamed,
+            Floats (&total)[R][V]) const {
     const __m512i mask = _mm512_set1_epi16((1 << BITS) - 1);
     const int16_t* x = values.get() + first * groups * GROUP;
     const float* step = steps.get() + first * groups;
@@ -239,7 +254,7 @@ struct ShortInputs {
           part[r][v] = BITS == 4 ? _mm512_setzero_si512() : _mm512_set1_epi32(sum[r]);
 #pragma GCC unroll 8
       for (int c = 0; c < GROUP / DEPTH; ++c, w += BLOCK) {
-        for (int i = 0; i < V * LANES; i += LINE) __builtin_prefetch(w + AHEAD + start + i);
+        ask_for(w + AHEAD + start, V * LANES, streamed);
 #pragma GCC unroll 4
         for (int j = 0; j < DEPTH / 2; ++j) {
           __m512i q[V];
@@ -326,11 +341,12 @@ struct Adapter {
   }
 };
 
-// Where results go.
+// Where results go, and what else a product is to know.
 struct Results {
   float* out;         // [M, N]
   int64_t N;
   const float* bias;  // [N], or none
+  bool streamed;
   Adapter adapter;    // of depth 0 if there is none
 };
 
@@ -340,7 +356,7 @@ void rows(const Inputs<BITS>& in, int64_t row, const int32_t* w, const at::Half*
           int64_t block) {
   for (int start = 0; start < BLOCK; start += V * LANES) {
     Floats total[R][V] = {};
-    in.template tile<R, V>(row, w, s, start, total);
+    in.template tile<R, V>(row, w, s, start, to.streamed, total);
     for (int v = 0; v < V; ++v) {
       const int64_t n = block * BLOCK + start + v * LANES, count = std::min<int64_t>(LANES, to.N - n);
       if (count <= 0) return;
@@ -391,7 +407,7 @@ void multiply(const float* x, int64_t M, int64_t inputs, const at::Tensor& weigh
 
 at::Tensor adapted_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
                           const std::optional<at::Tensor>& bias, int64_t bits, int64_t outputs,
-                          const std::optional<at::Tensor>& a, const std::optional<at::Tensor>& b,
+                          bool streamed, const std::optional<at::Tensor>& a, const std::optional<at::Tensor>& b,
                           const std::optional<at::Tensor>& starts) {
   TORCH_CHECK(x.scalar_type() == at::kFloat, "quantised layers take float32 inputs");
   const at::Tensor in = x.contiguous();
@@ -400,7 +416,7 @@ at::Tensor adapted_linear(const at::Tensor& x, const at::Tensor& weight, const a
   shape.back() = outputs;
   at::Tensor out = at::empty(shape, in.options());
   const float* from = in.const_data_ptr<float>();
-  Results to{out.mutable_data_ptr<float>(), outputs, bias ? bias->const_data_ptr<float>() : nullptr, {}};
+  Results to{out.mutable_data_ptr<float>(), outputs, bias ? bias->const_data_ptr<float>() : nullptr, streamed, {}};
   if (a) to.adapter = Adapter(from, M, K, *a, *b, *starts);
   const auto run = bits == 4 ? multiply<4> : bits == 8 ? multiply<8> : multiply<16>;
   run(from, M, K, weight, scales, to);
@@ -408,17 +424,17 @@ at::Tensor adapted_linear(const at::Tensor& x, const at::Tensor& weight, const a
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
-                  const std::optional<at::Tensor>& bias, int64_t bits, int64_t outputs) {
-  return adapted_linear(x, weight, scales, bias, bits, outputs, {}, {}, {});
+                  const std::optional<at::Tensor>& bias, int64_t bits, int64_t outputs, bool streamed) {
+  return adapted_linear(x, weight, scales, bias, bits, outputs, streamed, {}, {}, {});
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(multirate, m) {
-  m.def("quantized_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int bits, int outputs)"
-        " -> Tensor");
+  m.def("quantized_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int bits, int outputs,"
+        " bool streamed) -> Tensor");
   m.impl("quantized_linear", c10::DispatchKey::CPU, linear);
   m.def("adapted_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int bits, int outputs,"
-        " Tensor? a, Tensor? b, Tensor? starts) -> Tensor");
+        " bool streamed, Tensor? a, Tensor? b, Tensor? starts) -> Tensor");
   m.impl("adapted_linear", c10::DispatchKey::CPU, adapted_linear);
 }

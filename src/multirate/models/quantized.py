@@ -37,6 +37,8 @@ INT8, INT4 = "int8", "int4"
 QUANTIZATIONS = (INT8, INT4)
 BITS = {INT8: 8, INT4: 4}
 
+STREAMED_FROM = 2**26  # bytes; the last level of a CPU's caches holds 32 MB or so for one process
+
 GROUP = 32  # inputs that share a scale; as in quantized.cpp
 _BLOCK = 32  # outputs stored side by side; as in quantized.cpp
 _LANES = 16  # ranks are filled up to a multiple of this; whole vectors in quantized.cpp
@@ -121,10 +123,14 @@ class _KernelLinear(nn.Module):
         bias: `[out]` or None.
         bits: of a weight.
         outputs: without those that fill a block.
+
+    Attributes:
+        streamed: whether its weights pass the caches by, being a part of more than they hold.
     """
 
     weight: Tensor
     scales: Tensor
+    streamed = False
 
     def __init__(
         self, words: Tensor, scales: Tensor, bias: Tensor | None, *, bits: int, outputs: int
@@ -190,12 +196,13 @@ class _KernelLinear(nn.Module):
         if "starts" in known:
             adapted: Tensor = torch.ops.multirate.adapted_linear.default(
                 x, known["weight"], known["scales"], known["bias"], self.bits, self.out_features,
-                known["A"], known["B"], known["starts"],
+                self.streamed, known["A"], known["B"], known["starts"],
             )  # fmt: skip
             return adapted
         out: Tensor = torch.ops.multirate.quantized_linear.default(
-            x, known["weight"], known["scales"], known["bias"], self.bits, self.out_features
-        )
+            x, known["weight"], known["scales"], known["bias"], self.bits, self.out_features,
+            self.streamed,
+        )  # fmt: skip
         return out
 
 
@@ -251,6 +258,21 @@ class HalfLinear(_KernelLinear):
     def of(cls, linear: nn.Linear) -> HalfLinear:
         """The float16 form of a linear layer, which itself stays as it is."""
         return cls(linear.weight, linear.bias)
+
+
+def stream_weights(model: nn.Module) -> None:
+    """Let the weights of a model that no cache holds pass the caches by (`streamed`).
+
+    A pass reads each of them once; in the caches they would only take the place of what is read again
+    soon, a drafter's weights above all.
+
+    Args:
+        model: packed; its linear layers are changed in place.
+    """
+    linears = [module for module in model.modules() if isinstance(module, _KernelLinear)]
+    streamed = sum(linear.nbytes for linear in linears) > STREAMED_FROM
+    for linear in linears:
+        linear.streamed = streamed
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -338,7 +360,13 @@ def load_kernel() -> None:
         raise MultirateError(f"{error} Or use --dtype packed.") from None
 
     def shape(
-        x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, bits: int, outputs: int
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        outputs: int,
+        streamed: bool,
     ) -> Tensor:
         return x.new_empty((*x.shape[:-1], outputs))
 
@@ -349,6 +377,7 @@ def load_kernel() -> None:
         bias: Tensor | None,
         bits: int,
         outputs: int,
+        streamed: bool,
         a: Tensor | None,
         b: Tensor | None,
         starts: Tensor | None,
