@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def not_compiled_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands' default, `--compile auto`, would compile every tiny model."""
-    monkeypatch.setattr("multirate.models.compiled.has_compiler", lambda: False)
+    monkeypatch.setattr("multirate.models.compiled.can_compile", lambda: False)
 
 
 @pytest.fixture

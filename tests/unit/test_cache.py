@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 from tiny_models import tiny_model
 
 from multirate.config.errors import MultirateError
+from multirate.models.ahead import can_compile
 from multirate.models.base import BaseModel
-from multirate.models.cache import is_whole, load_once_built
+from multirate.models.cache import UNUSED_DAYS, is_whole, load_once_built, save_whole
 from multirate.models.kernels import require_compiler
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="it names g++")
@@ -71,6 +74,25 @@ def test_a_file_without_its_own_sum_is_built_again(folder: Path, text: str | Non
     assert not is_whole(folder / "thing")
     load_once_built("thing", whole_into, whole)
     assert is_whole(folder / "thing")
+
+
+def test_whoever_builds_removes_what_nobody_uses(folder: Path) -> None:
+    for name in ("used", "unused", "killed/half", "built/half"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("whole")
+    for name in ("used", "unused"):
+        save_whole(folder / name, whole_into)
+    (folder / "old.lock").touch()
+    long_ago = time.time() - (UNUSED_DAYS + 1) * 24 * 3600
+    for path in folder.iterdir():
+        if path.name != "built":
+            os.utime(path, (long_ago, long_ago))
+    load_once_built("used", whole_into, whole)  # which builds nothing
+    assert (folder / "unused").exists()
+    load_once_built("new", whole_into, whole)
+    kept = {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+    assert kept == {"used", "used.crc32", "new", "new.crc32", "built"}
+    assert (folder / "old.lock").exists()
 
 
 def test_what_never_loads_is_built_twice_and_no_more() -> None:  # whole, and yet
@@ -161,3 +183,13 @@ def test_compiled_layers_that_do_not_load_are_compiled_again_by_the_compiler_the
     with pytest.warns(UserWarning, match="layers run eagerly"):
         base.warm_up(1)
     assert compilers == [(None, shutil.which("g++"))] * 2
+
+
+def test_what_was_compiled_is_used_where_there_is_no_compiler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert not can_compile()
+    load_once_built("layers-0.pt2", whole_into, whole)
+    assert can_compile()

@@ -179,7 +179,7 @@ def test_what_a_mode_stands_for(
     compiler: bool,
     chosen: str | None,
 ) -> None:
-    monkeypatch.setattr("multirate.models.compiled.has_compiler", lambda: compiler)
+    monkeypatch.setattr("multirate.models.compiled.can_compile", lambda: compiler)
     assert compile_mode(mode, device) == chosen
 
 

@@ -28,14 +28,16 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 from multirate.models.block import Block
-from multirate.models.cache import load_once_built
-from multirate.models.kernels import require_compiler
+from multirate.models.cache import has_built, load_once_built
+from multirate.models.kernels import has_compiler, require_compiler
 from multirate.models.stack import Call, KeysValues, Stack, run_stack
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
 # Sizes of examples that nothing else has: equal sizes would be taken for the same one.
 ROWS, POSITIONS, VISIBLE, SLOTS = 11, 13, 37, 47
+
+_PREFIX = "layers-"  # of libraries' names
 
 # A step's own loops are so short that starting a second thread costs more than it saves; the matrix
 # products and attention between them start theirs.
@@ -120,8 +122,13 @@ class AheadOfTime:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of compilers about themselves
-            run = self._libraries[form] = load_once_built(f"layers-{name}.pt2", build, _load)
+            run = self._libraries[form] = load_once_built(f"{_PREFIX}{name}.pt2", build, _load)
         return run
+
+
+def can_compile() -> bool:
+    """Whether there is a compiler, or libraries of one: an image's cache may have been filled."""
+    return has_compiler() or has_built(f"{_PREFIX}*.pt2")
 
 
 def _ready(stack: Stack) -> _Ready:

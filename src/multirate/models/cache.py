@@ -7,10 +7,13 @@ before it is used: half of a library is not refused by the loader but kills the 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +22,11 @@ from filelock import FileLock
 T = TypeVar("T")
 
 _CHUNK = 1 << 20
+
+_DAY = 24 * 3600.0  # seconds
+UNUSED_DAYS = (
+    60  # after which a kernel or library is removed: every new version of ours leaves some
+)
 
 
 def cache_root() -> Path:
@@ -29,7 +37,8 @@ def cache_root() -> Path:
 def build_once(name: str, build: Callable[[Path], None]) -> Path:
     """A file of the cache's `kernels` folder, built now unless it is there and whole.
 
-    Of several processes that want it one builds it, the others wait.
+    Of several processes that want it one builds it, the others wait. Whoever builds one removes those
+    that nobody has used for long.
 
     Args:
         name: of the file; it must stand for everything that the file is made from.
@@ -45,8 +54,29 @@ def build_once(name: str, build: Callable[[Path], None]) -> Path:
             if not is_whole(file):
                 if file.exists():
                     note_damage(file)
+                _tidy(file.parent)
                 save_whole(file, build)
+    with suppress(OSError):  # in use; a cache that is only read has no one who tidies it
+        for path in (file, _sum_file(file)):
+            os.utime(path)
     return file
+
+
+def has_built(pattern: str) -> bool:
+    """Whether the cache's `kernels` folder holds a file whose name fits a pattern."""
+    return next((cache_root() / "kernels").glob(pattern), None) is not None
+
+
+def _tidy(folder: Path) -> None:
+    """Remove files that were not used for long, and folders of builds that were killed."""
+    now = time.time()
+    for path in list(folder.iterdir()):
+        with suppress(OSError):  # another process was faster
+            age = now - path.stat().st_mtime
+            if path.is_dir() and age > _DAY:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_file() and path.suffix != ".lock" and age > UNUSED_DAYS * _DAY:
+                path.unlink()
 
 
 def load_once_built(name: str, build: Callable[[Path], None], load: Callable[[Path], T]) -> T:

@@ -28,10 +28,9 @@ import torch._dynamo
 from torch import Tensor
 
 from multirate.config.errors import MultirateError
-from multirate.models.ahead import AheadOfTime
+from multirate.models.ahead import AheadOfTime, can_compile
 from multirate.models.block import Block
 from multirate.models.cuda_graphs import GraphedStacks
-from multirate.models.kernels import has_compiler
 from multirate.models.stack import KeysValues, Stack, run_decoder_layers, run_stack
 
 COMPILE_MODES = ("layers", "model", "graphs")
@@ -43,8 +42,8 @@ def compile_mode(mode: str | None, device: torch.device | str) -> str | None:
     """What a compile option stands for: "layers", "model", or None.
 
     Args:
-        mode: "auto" is "layers" on a CPU with a C++ compiler, and elsewhere nothing; "none" and None
-            are nothing.
+        mode: "auto" is "layers" on a CPU with a C++ compiler or what one has compiled, and elsewhere
+            nothing; "none" and None are nothing.
         device: where the model runs.
 
     Raises:
@@ -57,7 +56,7 @@ def compile_mode(mode: str | None, device: torch.device | str) -> str | None:
             f"auto, layers, model, none."
         )
     if mode == "auto":
-        return "layers" if torch.device(device).type == "cpu" and has_compiler() else None
+        return "layers" if torch.device(device).type == "cpu" and can_compile() else None
     return None if mode == "none" else mode
 
 

@@ -14,6 +14,9 @@ from multirate.models.quantized import BITS, HalfLinear, QuantizedLinear, is_exa
 
 Packer = Callable[[nn.Linear], nn.Module]
 
+# Weights of 4 bits that a base holds as float16 are off their grid by up to this share of them.
+HALF_ROUNDING = 2.0**-11
+
 # Bits of what only drafts: a verify pass corrects it, so speed is all that counts. Adapters that were
 # folded into 4-bit weights leave their grid, hence not 4; beside them they may stay (`adapted_packer`).
 DRAFT_BITS = 8
@@ -47,12 +50,12 @@ def draft_packer(kind: str, device: torch.device) -> Packer:
 def adapted_packer(linears: Iterable[nn.Linear]) -> Callable[[nn.Linear], QuantizedLinear] | None:
     """What packs a drafter's copy of base layers that low-rank adapters stay beside, or None: fold them.
 
-    Where 4 bits hold the base's weights exactly, half the bytes of folded ones are read.
+    Where 4 bits hold the base's weights, half the bytes of folded ones are read.
     """
     linears = list(linears)
     if not all(linear.weight.device.type == "cpu" for linear in linears) or not has_kernel():
         return None
-    if not all(is_exact(linear.weight, 4) for linear in linears):
+    if not all(is_exact(linear.weight, 4, tolerance=HALF_ROUNDING) for linear in linears):
         return None
     return lambda linear: QuantizedLinear.of(linear, 4)
 

@@ -104,12 +104,19 @@ def quantize_weight(weight: Tensor, bits: int) -> Grid:
     return best
 
 
-def is_exact(weight: Tensor, bits: int) -> bool:
-    """Whether weights `[out, in]` are on a grid of so many bits; most that are not show it early."""
+def is_exact(weight: Tensor, bits: int, *, tolerance: float = 0.0) -> bool:
+    """Whether weights `[out, in]` are on a grid of so many bits; most that are not show it early.
+
+    Args:
+        weight: of any type.
+        bits: 4 or 8.
+        tolerance: largest error, as a share of the weights (root mean squares).
+    """
 
     def holds(part: Tensor) -> bool:
+        part = part.detach().float()
         kept = quantize_weight(part, bits).groups().flatten(1)[:, : part.shape[1]]
-        return torch.equal(kept, part.float())
+        return bool((kept - part).norm() <= tolerance * part.norm())
 
     return holds(weight[:_BLOCK]) and holds(weight)
 

@@ -318,7 +318,7 @@ class Accelerator(nn.Module):
     def pack(self, kind: str = PACKED) -> None:
         """Draft from packed weights; call it just before the base's own `pack`, of the same kind.
 
-        Adapters are folded into the weights, or stay beside those that 4 bits hold exactly. It cannot be
+        Adapters are folded into the weights, or stay beside those that 4 bits hold. It cannot be
         trained afterwards.
 
         Args:

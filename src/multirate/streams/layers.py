@@ -89,7 +89,7 @@ class TiedLayer(nn.Module):
     def pack(self, pack: Callable[[nn.Linear], nn.Module]) -> None:
         """Pack copies of the weights (`models.packed`), before the base itself is packed.
 
-        Adapters are folded in, or stay beside weights that 4 bits hold exactly.
+        Adapters are folded in, or stay beside weights that 4 bits hold.
         """
         linears = [m.linear for m in self.tied.modules() if isinstance(m, AdaptedLinear)]
         pack_beside = adapted_packer(linears)
