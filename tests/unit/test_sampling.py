@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 from multirate.config.errors import MultirateError
 from multirate.config.generation import GenerationOptions
 from multirate.decode import sampling
-from multirate.decode.sampling import Sampler, draw_categorical
+from multirate.decode.sampling import Sampler, best_token, draw_categorical
 
 VOCABULARY = 24
 
@@ -166,6 +166,18 @@ def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     scores[1, [5, 17]] = 1.0
     scores[2, [23, 22]] = 1.0
     assert make_sampler().choose(scores).tolist() == [0, 5, 22]
+
+
+@pytest.mark.parametrize("vocabulary", [64, 640, 100])
+def test_the_best_token_is_the_first_of_the_largest(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    scores = torch.randint(-3, 3, (2, 5, vocabulary)).float()
+    scores[0, 0] = -torch.inf
+    scores[0, 1, [70 % vocabulary, 12]] = torch.nan
+    scores[1, 0, vocabulary - 1] = torch.inf
+    for some in (scores, scores[:, :1], scores[0, :1], scores[1, 4], scores[..., ::2]):
+        assert torch.equal(best_token(some), some.argmax(-1))
+
 
 
 def test_warp_draft_is_the_targets_shape_without_the_penalty() -> None:

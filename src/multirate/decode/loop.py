@@ -26,7 +26,7 @@ from multirate.decode.acceptance import accept_greedy, accept_sampled
 from multirate.decode.draft_length import DraftLength
 from multirate.decode.drafter import Draft, Drafter, DraftRequest, Observation
 from multirate.decode.outcomes import Outcome
-from multirate.decode.sampling import Sampler
+from multirate.decode.sampling import Sampler, best_token
 from multirate.decode.stopping import StopChecker
 from multirate.decode.tree import Tree
 from multirate.models.arena import KVArena
@@ -267,7 +267,7 @@ def verify(
     scores = sampler.scores(logits, rows.ids, draft.tokens, tree)
     made = draft.lengths or [n] * count
     if sampler.greedy:
-        targets = scores.argmax(-1).tolist()
+        targets = best_token(scores).tolist()
         blocks, paths = accept_greedy(draft.token_lists(), parents, made, targets)
     else:
         blocks, paths = accept_sampled(

@@ -48,6 +48,8 @@ _SCORES_ONLY = frozenset(
     }
 )
 
+_RUN = 64  # scores that are compared as vectors
+
 
 def uniform(shape: Sequence[int], *, generator: torch.Generator) -> Tensor:
     """Uniform numbers in [0, 1) on the generator's device.
@@ -82,6 +84,21 @@ def pick_categorical(weights: Tensor, draws: Tensor) -> LongTensor:
     # because (1 - 2^-53) * total rounds below it; the clamp only guards NaN weights.
     index = torch.searchsorted(cdf, draws[..., None] * cdf[..., -1:], right=True)
     return index.squeeze(-1).clamp_(max=weights.shape[-1] - 1)  # type: ignore[return-value]
+
+
+def best_token(scores: Tensor) -> LongTensor:
+    """`scores.argmax(-1)` of `[..., V]`, for several distributions in a third of the time on a CPU.
+
+    There torch finds the largest number by vectors, but where it stands by comparing one after the other:
+    so first the largest of each run of numbers, then the run, then the place in it.
+    """
+    vocabulary = scores.shape[-1]
+    if scores.device.type != "cpu" or scores.numel() == vocabulary or vocabulary % _RUN:
+        return scores.argmax(-1)  # type: ignore[return-value]
+    runs = scores.unflatten(-1, (-1, _RUN))
+    run = runs.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
+    place = runs.take_along_dim(run[..., None], -2).squeeze(-2).argmax(-1, keepdim=True)
+    return (run * _RUN + place).squeeze(-1)  # type: ignore[return-value]
 
 
 class Sampler:
@@ -180,10 +197,10 @@ class Sampler:
     def choose(self, scores: Tensor) -> LongTensor:
         """The next token of each `[..., V]`: greedy or drawn. LongTensor `[...]`.
 
-        Greedy takes `torch.argmax`: among equal scores the lowest id.
+        Greedy takes the best: among equal scores the lowest id.
         """
         if self.greedy:
-            return scores.argmax(dim=-1)  # type: ignore[return-value]
+            return best_token(scores)
         return self.draw(self.probabilities(scores))
 
 
