@@ -89,8 +89,8 @@ def pick_categorical(weights: Tensor, draws: Tensor) -> LongTensor:
 def best_token(scores: Tensor) -> LongTensor:
     """`scores.argmax(-1)` of `[..., V]`, for several distributions in a third of the time on a CPU.
 
-    There torch finds the largest number by vectors, but where it stands by comparing one after the other:
-    so first the largest of each run of numbers, then the run, then the place in it.
+    There torch finds the largest number by vectors, but where it stands by comparing them one by one: so
+    first the largest of each run of numbers, then the run, then the place in it.
     """
     vocabulary = scores.shape[-1]
     if scores.device.type != "cpu" or scores.numel() == vocabulary or vocabulary % _RUN:

@@ -21,32 +21,21 @@
 #include <utility>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
+// Most vectors of a value that are summed in registers.
 #ifdef __AVX512F__
-constexpr int LANES = 16;  // of a vector
-constexpr int DEPTH = 4;   // most vectors of a value that are summed in registers
+constexpr int DEPTH = 4;
 #else
-constexpr int LANES = 8;
 constexpr int DEPTH = 2;
 #endif
 constexpr int CHUNK = 64;      // slots
 constexpr int QUERIES = 128;   // most that pass over the slots together
 constexpr int TILE = 6;        // most queries whose values are summed in registers
 constexpr int AHEAD = 1024;    // floats between those read and those asked for: 4 KiB
-constexpr int LINE = 16;       // floats of a cache line
 constexpr float LOWEST = std::numeric_limits<float>::lowest();
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-
-inline Floats load(const float* p) {
-  Floats v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 

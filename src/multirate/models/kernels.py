@@ -75,8 +75,8 @@ def load_library(source: Path, what: str) -> None:
     """Load the operators of a C++ source on an x86 CPU with AVX2, building them if no earlier run has.
 
     They are built for AVX-512 where torch uses that itself, with VNNI where the CPU has it, else for
-    AVX2 (ATEN_CPU_CAPABILITY=avx2 asks for that). The library's name stands for the source, the flags
-    and torch's version.
+    AVX2 (ATEN_CPU_CAPABILITY=avx2 asks for that). The library's name stands for the source, the headers
+    beside it, the flags and torch's version.
 
     Args:
         source: the C++ file.
@@ -87,6 +87,8 @@ def load_library(source: Path, what: str) -> None:
     """
     flags = (*_FLAGS, *vector_flags())
     key = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.h")):
+        key.update(header.read_bytes())
     key.update(repr((flags, torch.__version__, sys.platform)).encode())
     try:
         load_once_built(

@@ -25,7 +25,10 @@ from multirate.models.packing import layer_packer
 from multirate.models.quantized import QuantizedLinear
 
 # What is packed, into what: any change to these makes other words, perhaps.
-_CODE = ("packed.py", "packing.py", "quantized.cpp", "quantized.py", "siblings.py", "words.py")
+_CODE = (
+    "packed.py", "packing.py", "quantized.cpp", "quantized.py", "quantized_inputs.h", "siblings.py",
+    "words.py",
+)  # fmt: skip
 
 
 def pack_kept(model: PreTrainedModel, kind: str, folder: Path) -> None:
