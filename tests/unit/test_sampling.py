@@ -179,7 +179,6 @@ def test_the_best_token_is_the_first_of_the_largest(vocabulary: int) -> None:
         assert torch.equal(best_token(some), some.argmax(-1))
 
 
-
 def test_warp_draft_is_the_targets_shape_without_the_penalty() -> None:
     logits = random_logits(3, 10)  # fewer columns than top_k
     warped = make_sampler(temperature=0.7, top_k=40, top_p=0.8, repetition_penalty=3.0)
