@@ -98,7 +98,7 @@ def best_token(scores: Tensor) -> LongTensor:
     runs = scores.unflatten(-1, (-1, _RUN))
     run = runs.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
     place = runs.take_along_dim(run[..., None], -2).squeeze(-2).argmax(-1, keepdim=True)
-    return (run * _RUN + place).squeeze(-1)  # type: ignore[return-value]
+    return (run * _RUN + place).squeeze(-1)
 
 
 class Sampler:
