@@ -20,8 +20,11 @@ longer be trained, saved or moved to another device.
 from __future__ import annotations
 
 import importlib
+import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -38,6 +41,8 @@ QUANTIZATIONS = (INT8, INT4)
 BITS = {INT8: 8, INT4: 4}
 
 STREAMED_FROM = 2**26  # bytes; the last level of a CPU's caches holds 32 MB or so for one process
+STREAMED_TIMED = 2**28  # bytes of weights to time it with, at most
+STREAMED_SLACK = 1.05  # of its time: what a drafter gains by caches of its own, and noise
 
 GROUP = 32  # inputs that share a scale; as in quantized.cpp
 _BLOCK = 32  # outputs stored side by side; as in quantized.cpp
@@ -137,6 +142,7 @@ class _KernelLinear(nn.Module):
 
     weight: Tensor
     scales: Tensor
+    in_features: int
     streamed = False
 
     def __init__(
@@ -268,18 +274,37 @@ class HalfLinear(_KernelLinear):
 
 
 def stream_weights(model: nn.Module) -> None:
-    """Let the weights of a model that no cache holds pass the caches by (`streamed`).
+    """Let the weights of a model that no cache holds pass the caches by (`streamed`), where that pays.
 
     A pass reads each of them once; in the caches they would only take the place of what is read again
-    soon, a drafter's weights above all.
+    soon, a drafter's weights above all. But some CPUs read far slower that way (half as fast
+    as otherwise on an Intel server CPU where AMD's gained 10%), hence it is timed.
 
     Args:
         model: packed; its linear layers are changed in place.
     """
     linears = [module for module in model.modules() if isinstance(module, _KernelLinear)]
-    streamed = sum(linear.nbytes for linear in linears) > STREAMED_FROM
+    large = sum(linear.nbytes for linear in linears) > STREAMED_FROM
+    streamed = large and _streaming_pays(linears)
     for linear in linears:
         linear.streamed = streamed
+
+
+@torch.inference_mode()
+def _streaming_pays(linears: list[_KernelLinear]) -> bool:
+    """Whether a pass over the first of the layers, more than caches hold, is as fast streamed."""
+    sizes = list(accumulate(linear.nbytes for linear in linears))
+    enough = linears[: 1 + bisect_left(sizes, STREAMED_TIMED)]
+    inputs = [torch.zeros(1, linear.in_features) for linear in enough]
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(5):  # in turn, so that other work on the machine slows both
+        for streamed in times:
+            start = time.perf_counter()
+            for linear, x in zip(enough, inputs, strict=True):
+                linear.streamed = streamed
+                linear(x)
+            times[streamed].append(time.perf_counter() - start)
+    return min(times[True]) <= STREAMED_SLACK * min(times[False])
 
 
 def _blocks(x: Tensor) -> Tensor:
