@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -152,10 +154,39 @@ def test_slots_that_no_query_sees_are_not_read(attend: object) -> None:
 
 
 @needs_kernel
+@pytest.mark.skipif(sys.platform != "linux", reason="reads glibc's floating-point environment")
+def test_what_memory_held_before_is_not_multiplied(attend: object) -> None:
+    # Unused lanes once held it, and where that was denormal an Intel CPU took 100 ms for a step.
+    inputs = example(1, 9, 3, 1, 64, 200, 200)  # 3 of 8 or 16 lanes are used
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # flags belong to a thread
+    try:
+        # Of any size that the kernel may ask for.
+        freed = [torch.full((1 << n,), 1e-40) for n in range(4, 20) for _ in range(4)]
+        assert meets_denormals(torch.mul, freed.pop(), 1.0)
+        freed.clear()
+        assert not meets_denormals(attend, *inputs, 0.2)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def meets_denormals(work: Callable[..., object], *inputs: object) -> bool:
+    """Whether this thread's vector instructions meet a denormal operand, by a flag of MXCSR."""
+    libm = ctypes.CDLL("libm.so.6")
+    environment = (ctypes.c_uint32 * 8)()  # its last word is MXCSR
+    assert libm.fegetenv(environment) == 0
+    environment[7] &= ~2
+    assert libm.fesetenv(environment) == 0
+    work(*inputs)
+    assert libm.fegetenv(environment) == 0
+    return bool(environment[7] & 2)
+
+
+@needs_kernel
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="the tests above were for AVX2")
 def test_the_build_for_avx2_passes_the_tests_above() -> None:
     # A process of its own, since operators cannot be registered twice.
-    tests = "computes or large or nothing or depends or steps or not_read"
+    tests = "computes or large or nothing or depends or steps or not_read or memory"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", tests, __file__],
         env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},

@@ -58,9 +58,9 @@ def test_temperature_above_zero_samples() -> None:
         ("seed", -1, "0.."),
         ("seed", 2**64, "0.."),
         ("seed", 1.0, "0.."),
-        ("num_draft_tokens", 0, "1..8"),
-        ("num_draft_tokens", 9, "1..8"),
-        ("num_draft_tokens", True, "1..8"),
+        ("num_draft_tokens", 0, "1..16"),
+        ("num_draft_tokens", 17, "1..16"),
+        ("num_draft_tokens", True, "1..16"),
         ("max_draft_tokens", 0, "at least 1"),
         ("max_draft_tokens", None, "integer"),
         ("stop", ("a", ""), "at least one character"),
@@ -91,8 +91,8 @@ def test_unknown_strategy_lists_the_known() -> None:
 
 def test_too_many_drafts_name_the_limit_to_raise() -> None:
     with pytest.raises(MultirateError, match="raise max_draft_tokens"):
-        GenerationOptions(num_draft_tokens=12)
-    assert GenerationOptions(num_draft_tokens=12, max_draft_tokens=12).num_draft_tokens == 12
+        GenerationOptions(num_draft_tokens=20)
+    assert GenerationOptions(num_draft_tokens=20, max_draft_tokens=20).num_draft_tokens == 20
 
 
 @pytest.mark.parametrize(

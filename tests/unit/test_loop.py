@@ -310,6 +310,23 @@ def test_measured_costs_are_medians_of_interleaved_rounds(monkeypatch: pytest.Mo
     assert costs.extra([1, 3], 4) == pytest.approx(5 + 5 + 15 - 11)
 
 
+def test_costs_never_fall_with_more_rows_and_noise_is_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, seconds = 0.0, {1: 10.0, 2: 18.0, 4: 12.0, 6: 15.0, 7: 16.0}
+
+    def verify(n: int) -> None:
+        nonlocal clock
+        clock += seconds[n]
+
+    monkeypatch.setattr("multirate.decode.costs.time.perf_counter", lambda: clock)
+    costs = measure_costs(
+        verify, lambda beam: None, max_drafts=6, synchronize=lambda: None, repeats=1
+    )
+    # 18, 12 and 15 for 2, 4 and 6 rows are taken for three measurements of the same.
+    assert costs.verify == pytest.approx((10, 15, 15, 15, 15, 15, 16))
+
+
 def test_longrope_context_ends_where_its_frequencies_change() -> None:
     factors = [1.0 + 0.1 * i for i in range(4)]
     model = tiny_model(

@@ -72,7 +72,7 @@ def generate(
         typer.Option(help="string that ends the output and is not part of it; may be repeated"),
     ] = None,
     num_draft_tokens: Annotated[int | None, _setting("num_draft_tokens")] = None,
-    max_draft_tokens: Annotated[int, _setting("max_draft_tokens")] = 8,
+    max_draft_tokens: Annotated[int, _setting("max_draft_tokens")] = 16,
     draft_width: Annotated[int | None, _setting("draft_width")] = None,
     ignore_eos: Annotated[bool, _setting("ignore_eos", "--ignore-eos")] = False,
     dtype: Dtype = None,

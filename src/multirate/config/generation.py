@@ -71,7 +71,7 @@ class GenerationOptions:
         },
     )
     max_draft_tokens: int = field(
-        default=8, metadata={"help": "Upper limit of the number of drafted tokens a step."}
+        default=16, metadata={"help": "Upper limit of the number of drafted tokens a step."}
     )
     ignore_eos: bool = field(
         default=False, metadata={"help": "Go on after an end-of-sequence token."}

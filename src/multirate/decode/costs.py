@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -96,14 +95,28 @@ def measure_costs(
 
 def _between(known: dict[int, float], last: int) -> tuple[float, ...]:
     """Values at 1 .. last from those at some places, never falling."""
+    known = dict(zip(known, _rising(list(known.values())), strict=True))
     values = []
     for n in range(1, last + 1):
         below = max(s for s in known if s <= n)
         above = min((s for s in known if s >= n), default=below)
         share = (n - below) / (above - below) if above > below else 0.0
         values.append(known[below] * (1 - share) + known[above] * share)
-    # More rows cannot be cheaper; where they were measured so, it was noise.
-    return tuple(accumulate(values, max))
+    return tuple(values)
+
+
+def _rising(values: list[float]) -> list[float]:
+    """The nearest values that never fall (isotonic regression by pooling adjacent violators).
+
+    More rows cannot be cheaper. Where they were measured so, that was noise, and neither of the two is
+    to be believed more.
+    """
+    pools: list[list[float]] = []
+    for value in values:
+        pools.append([value])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [fmean(pool) for pool in pools for _ in pool]
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:

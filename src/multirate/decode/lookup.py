@@ -172,7 +172,7 @@ class NgramTreeDrafter(Drafter):
         min_ngram: int | None = 3,
     ) -> None:
         self.other, self.min_ngram = other, min_ngram
-        self.lookup = lookup or PromptLookupDrafter(max_ngram=5)
+        self.lookup = lookup or PromptLookupDrafter(max_ngram=5, num_tokens=16)
 
     @property
     def carry_layers(self) -> Sequence[int]:

@@ -177,9 +177,11 @@ struct Attention {
     return any;
   }
 
-  // Transposed queries of a tile, [d, lanes].
+  // Transposed queries of a tile, [d, lanes]. Lanes without a query are zeros: what else lies there may be
+  // denormal numbers, which some CPUs multiply a hundred times slower.
   void transpose(const Tile& tile, float* to) const {
     const int64_t width = whole(tile.count);
+    for (int64_t k = 0; k < d; ++k) std::fill(to + k * width + tile.count, to + (k + 1) * width, 0.0f);
     each_position(tile, [&](int64_t position, int64_t i, int64_t same) {
       const float* from = queries + tile.b * query_stride[0] + position * query_stride[2];
       from += (tile.h * groups + (i ? 0 : tile.head)) * query_stride[1];
