@@ -135,6 +135,12 @@ void multiply(const float* x, int64_t M, int64_t inputs, const at::Tensor& weigh
           case 6: run(rows<BITS, 6, 2>); break;
           case 7: run(rows<BITS, 7, 2>); break;
           case 8: run(rows<BITS, 8, 2>); break;
+          case 9: run(rows<BITS, 9, 2>); break;
+          case 10: run(rows<BITS, 10, 2>); break;
+          case 11: run(rows<BITS, 11, 2>); break;
+          case 12: run(rows<BITS, 12, 2>); break;
+          case 13: run(rows<BITS, 13, 2>); break;
+          case 14: run(rows<BITS, 14, 2>); break;
 #endif
         }
       }

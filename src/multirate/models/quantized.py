@@ -7,7 +7,7 @@ float32 form computes; "int8" keeps a matrix in 4 bits where these are exact. In
 a CPU with AVX512-VNNI 16-bit numbers with one scale for 32 of a row (an error of 2e-5 to 4e-5 of the
 result), where llama.cpp rounds them to 8 bits. torch's own kernels for such weights take half as long
 again or twice as long, and none takes float16 scales, so `quantized.cpp` has one, built on first use:
-numbers are cut out of 32-bit words beside the multiplications of up to eight rows. The same kernel
+numbers are cut out of 32-bit words beside the multiplications of up to 14 rows. The same kernel
 multiplies float16 weights (`HalfLinear`).
 
 **On CUDA** torchao quantises (extra `multirate[quantize]`): int8 with one scale for an output, int4 with
